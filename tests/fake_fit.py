@@ -21,7 +21,7 @@ from keras_remat.core.events import EventKind
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training import batches, driver, modes, sizes, steps
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.shape_state import USUAL_TERMS, Known
+from keras_remat.training.shape_state import USUAL_CONSTRAINTS, PriorPlans
 from keras_remat.training.tools import running_tools
 
 
@@ -165,9 +165,9 @@ class Driven:
         )
         driver.note(self.fit, modes.begun)
 
-    def run(self, batch, terms=USUAL_TERMS, *, timed=False):
+    def run(self, batch, constraints=USUAL_CONSTRAINTS, *, timed=False):
         """Trains one batch at once."""
-        return driver.train_batch(self.fit, batch, terms, timed)
+        return driver.train_batch(self.fit, batch, constraints, timed)
 
     def train(self, batch):
         """Trains a loader batch, in batches of the size in force."""
@@ -192,7 +192,7 @@ class Driven:
     def begin_shape(self, costs=None, **contest):
         """Makes the next batch's shape the one that training is about."""
         record = self.fit.record
-        known = Known(costs=() if costs is None else (costs,))
+        known = PriorPlans(costs=() if costs is None else (costs,))
         record = record.with_steps(record.mode, record.running.expecting(known))
         self.fit.record = replace(record, contest=replace(record.contest, **contest))
 

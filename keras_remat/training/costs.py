@@ -20,7 +20,7 @@ from keras_remat.planning.slicing import in_micro_batches
 from keras_remat.training import tell
 from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.shape_state import Costs, Known
+from keras_remat.training.shape_state import Costs, PriorPlans
 
 #: How much larger than a batch is what its plan is made for, as a ratio of activation bytes: to the
 #: power of how many plans there are for shorter ones, and once before anything was measured. First
@@ -47,7 +47,7 @@ class StepCosts:
             self._backend.memory.peak_bytes(problem, schedule),
         )
 
-    def trace(self, batch: Any, known: Known, micro_batches: int = 1) -> Costs:
+    def trace(self, batch: Any, known: PriorPlans, micro_batches: int = 1) -> Costs:
         """Traces the step of a batch; its op times are estimated, or known from elsewhere.
 
         Raises:
@@ -73,7 +73,7 @@ class StepCosts:
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 
-    def trace_as_asked(self, batch: Any, known: Known, micro_batches: int) -> Costs:
+    def trace_as_asked(self, batch: Any, known: PriorPlans, micro_batches: int) -> Costs:
         """Traces the step of a batch that is asked for in micro-batches: in slices, with the
         numbers of the whole batch, where they can; else in micro-batches.
 

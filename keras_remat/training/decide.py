@@ -11,7 +11,7 @@ asked again: the row below is what is done instead.
 
 Nothing here knows a backend, a clock or a log. Two things are shown by enumeration in the tests:
 every combination of facts has a row, and every path reaches FINAL or REFUSE. The second holds
-because :class:`Tries` counts every move that could go round in a circle.
+because :class:`RetryCounts` counts every move that could go round in a circle.
 """
 
 from __future__ import annotations
@@ -103,28 +103,23 @@ class Facts:
         over_limit: whether a measured step took more than the limit.
         attempts_left: whether the plan may be made again for such a reason once more.
         may_split: whether the batch may be trained in (more) micro-batches.
-        may_miss: whether a plan that is known to miss the limit is better than none, or no peak is
-            measured.
-        runs_a_plan: whether a plan runs, and not Keras's own step.
-        plain_fits: whether Keras's own step was measured within the limit, or is predicted to fit
-            with room to spare.
-        plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
+        allow_over_limit: whether a plan that is known to miss the limit is better than none, or no
+        peak is measured. runs_a_plan: whether a plan runs, and not Keras's own step. plain_fits:
+        whether Keras's own step was measured within the limit, or is predicted to fit with room to
+        spare. plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
         plain_may_be_smaller: whether Keras's own step was not measured, and may take less than the
-            plans that measured over the limit.
-        wants_profile: whether its ops are to be measured where Keras's own step fits.
-        recorded: what came of recording.
-        solves_beside: whether a process of its own may solve while training goes on.
-        solved: whether that process has ended.
-        out_of_memory: whether the step ran out of memory and was undone.
-        failed: moves that were decided on after this step and could not be made.
-    """
+        plans that measured over the limit. wants_profile: whether its ops are to be measured where
+        Keras's own step fits. recorded: what came of recording. solves_beside: whether a process of
+        its own may solve while training goes on. solved: whether that process has ended.
+        out_of_memory: whether the step ran out of memory and was undone. failed: moves that were
+        decided on after this step and could not be made."""
 
     phase: Phase
     enough_steps: bool = False
     over_limit: bool = False
     attempts_left: bool = True
     may_split: bool = False
-    may_miss: bool = True
+    allow_over_limit: bool = True
     runs_a_plan: bool = True
     plain_fits: bool = False
     plain_ruled_out: bool = False
@@ -169,7 +164,7 @@ class Row:
 _OVER, _OOM, _MEASURED = (
     {"over_limit": True}, {"out_of_memory": True}, {"recorded": Recorded.MEASURED},
 )  # fmt: skip
-_MISSES = {**_OVER, "may_miss": False}
+_MISSES = {**_OVER, "allow_over_limit": False}
 _OVER_WITH_PLAN = {**_OVER, "runs_a_plan": True}
 _PLAIN_FITS = {"runs_a_plan": True, "plain_fits": True, "plain_ruled_out": False}
 
@@ -192,7 +187,7 @@ TABLE: tuple[Row, ...] = (
     Row(Phase.RECORD, _PLAIN_FITS, Move.RUN_PLAIN, Phase.PLAIN),
     # the order of a larger batch was made from measured costs; another one may miss the limit
     Row(
-        Phase.RECORD, {**_MEASURED, "over_limit": False, "may_miss": False},
+        Phase.RECORD, {**_MEASURED, "over_limit": False, "allow_over_limit": False},
         Move.KEEP_PLAN, Phase.VERIFY,
     ),
     Row(Phase.RECORD, {**_MEASURED, "solves_beside": True}, Move.START_SOLVER, Phase.SOLVE),
@@ -206,7 +201,7 @@ TABLE: tuple[Row, ...] = (
     Row(Phase.VERIFY, {**_OVER_WITH_PLAN, "attempts_left": True}, Move.TIGHTEN, Phase.VERIFY),
     Row(Phase.VERIFY, {**_OVER_WITH_PLAN, "may_split": True}, Move.SPLIT, None),
     Row(
-        Phase.VERIFY, {**_OVER_WITH_PLAN, "may_miss": True, "plain_may_be_smaller": True},
+        Phase.VERIFY, {**_OVER_WITH_PLAN, "allow_over_limit": True, "plain_may_be_smaller": True},
         Move.TRY_PLAIN, Phase.VERIFY,
     ),
     Row(Phase.VERIFY, _OVER, Move.KEEP_SMALLEST, Phase.FINAL),
@@ -246,7 +241,7 @@ def _first_phase(move: Move, recorded: Recorded) -> Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tries:
+class RetryCounts:
     """Counts what was tried for a batch shape, so that every path ends.
 
     Args:
@@ -276,12 +271,12 @@ class Tries:
         """Returns whether there is a number of micro-batches that was not tried."""
         return self.splits < len(MICRO_BATCHES)
 
-    def without(self, move: Move) -> Tries:
+    def without(self, move: Move) -> RetryCounts:
         """Returns the counts after a move that could not be made: a plan that could not be made
         again for what was too much cannot the next time."""
         return replace(self, tightenings=MAX_TIGHTENINGS) if move is Move.TIGHTEN else self
 
-    def after(self, move: Move) -> Tries:
+    def after(self, move: Move) -> RetryCounts:
         """Returns the counts after a move, made or found impossible."""
         if move is Move.TIGHTEN:
             return replace(self, tightenings=self.tightenings + 1)

@@ -24,7 +24,13 @@ from keras_remat.training.decide import Move, decide
 from keras_remat.training.facts import facts_of
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.record import FitRecord, Mode
-from keras_remat.training.shape_state import USUAL_TERMS, PlainShape, PlannedShape, Signature, Terms
+from keras_remat.training.shape_state import (
+    USUAL_CONSTRAINTS,
+    PlainShape,
+    PlannedShape,
+    Signature,
+    StepConstraints,
+)
 from keras_remat.training.tools import Tools, running_tools, tools_of
 from keras_remat.training.undo import Outcome, Trained
 
@@ -64,11 +70,11 @@ def finish(fit: FitState) -> Any:
 
 def _train_one(fit: FitState, due: batches.Due) -> None:
     batch, fit.record = batches.taken(fit.record, due)
-    terms, is_compared = sizes.terms_of(fit, due), sizes.is_comparing(fit)
+    constraints, is_compared = sizes.constraints_of(fit, due), sizes.is_comparing(fit)
     started = time.perf_counter()
     try:
         with batches.learning_rate(fit, due.size):
-            logs = train_batch(fit, fit.installed.as_given(batch), terms, is_compared)
+            logs = train_batch(fit, fit.installed.as_given(batch), constraints, is_compared)
     except RematError as error:  # it was not trained
         fit.record = batches.given_back(fit.record, batch)
         fit.record = sizes.after_failure(fit, due, error)
@@ -77,17 +83,22 @@ def _train_one(fit: FitState, due: batches.Due) -> None:
         fit.record = sizes.after_step(fit, due, batch)
 
 
-def train_batch(fit: FitState, batch: Any, terms: Terms = USUAL_TERMS, timed: bool = False) -> Any:
+def train_batch(
+    fit: FitState, batch: Any, constraints: StepConstraints = USUAL_CONSTRAINTS, timed: bool = False
+) -> Any:
     """Trains one batch in the mode in force, or another one where that cannot; returns its logs.
 
     A step that is ``timed`` is waited for. What the last mode raises is the user's.
     """
     size, limit, trial = batch_size_of(batch), fit.record.lowered_limit, fit.record.contest.trial
     if trial is not None and size != trial.size:
-        return _step(fit, trial.champion, batch, USUAL_TERMS, False)
+        return _step(fit, trial.champion, batch, USUAL_CONSTRAINTS, False)
     while True:
         contest = fit.record.contest
-        allowed, waits = modes.terms_in(contest, terms), timed or contest.trial is not None
+        allowed, waits = (
+            modes.constraints_in(contest, constraints),
+            timed or contest.trial is not None,
+        )
         try:
             logs = _step(fit, contest.running, batch, allowed, waits)
         except modes.FAILURES as error:
@@ -99,13 +110,13 @@ def train_batch(fit: FitState, batch: Any, terms: Terms = USUAL_TERMS, timed: bo
             return logs
 
 
-def _step(fit: FitState, mode: Mode, batch: Any, terms: Terms, timed: bool) -> Any:
+def _step(fit: FitState, mode: Mode, batch: Any, constraints: StepConstraints, timed: bool) -> Any:
     """Trains one batch in a mode: tries again until it is trained or nothing is left."""
     tools, key = tools_of(fit, mode), fit.signatures.of(batch)
-    settled = None if timed else steps.settled_shape(tools, key, terms)
+    settled = None if timed else steps.settled_shape(tools, key, constraints)
     if settled is not None:
         return train_settled(tools, settled, batch)
-    fit.record = steps.arrived(tools, batch, key, terms)
+    fit.record = steps.arrived(tools, batch, key, constraints)
     while True:
         while steps.is_overtaken(tools, tools.steps.shapes[key]):
             _follow(tools, key, Outcome(batch))

@@ -241,7 +241,7 @@ def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -
         except NOT_FOUND as error:
             found, costs = tools.plans.in_slices(shape, costs, error)
     misses = not limit.holds(found.predicted.peak_bytes)
-    if found.solution.schedule in orders or (misses and not shape.terms.may_miss):
+    if found.solution.schedule in orders or (misses and not shape.constraints.allow_over_limit):
         raise tools.plans.not_found(costs.problem, peak)
     tools.fit.event(*tell.swapped(found))
     return tools.plans.lowered(shape, costs, found, phase)
@@ -270,7 +270,7 @@ def keep_smallest(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phas
     """Goes on with the step that measured least of those over the limit."""
     measured = [other for other in (*shape.over_limit, shape) if other.steps]
     kept = min(measured, key=lambda other: other.peak_bytes)
-    goes_on = shape.terms.may_miss
+    goes_on = shape.constraints.allow_over_limit
     news = tell.stays_over(
         shape.batch_size,
         kept.peak_bytes,

@@ -33,14 +33,15 @@ def facts_of(tools: Tools, shape: ShapeState, outcome: Outcome) -> Facts:
         enough_steps=len(shape.steps) >= _wanted_steps(shape, tools.fit.options.profile_steps),
         over_limit=tools.is_over(shape),
         attempts_left=shape.tries.attempts_left(out_of_memory=out_of_memory),
-        may_split=shape.terms.may_split and shape.tries.splits_left,
-        may_miss=shape.terms.may_miss or not tools.backend.device.has_statistics,
+        may_split=shape.constraints.may_split and shape.tries.splits_left,
+        allow_over_limit=shape.constraints.allow_over_limit
+        or not tools.backend.device.has_statistics,
         runs_a_plan=isinstance(shape, PlannedShape),
         # a plain step was measured to fit before it is profiled
         plain_fits=shape.tries.profiled or _plain_is_predicted_to_fit(tools, shape),
         plain_ruled_out=shape.tries.plain_ruled_out,
         plain_may_be_smaller=_plain_may_be_smaller(tools, shape),
-        wants_profile=shape.terms.wants_profile
+        wants_profile=shape.constraints.wants_profile
         and shape.recorded is Recorded.NONE
         and not shape.tries.profiled,
         recorded=shape.recorded,
@@ -69,7 +70,7 @@ def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
     if not tools.mode.plain_may_run:  # another mode may have measured it
         is_measured |= tools.fit.record.baseline.source == "measured"
     is_whole = shape.costs.micro_batches == tools.mode.micro_batches == 1
-    if is_measured or not is_whole or shape.terms.require_planned:
+    if is_measured or not is_whole or shape.constraints.require_planned:
         return False
     least_bytes = min(one.peak_bytes for one in tried)
     return tools.costs.plain_peak_bytes(shape.costs) <= _PLAIN_OFF * least_bytes
@@ -78,7 +79,7 @@ def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
 def _wanted_steps(shape: ShapeState, profile_steps: int) -> int:
     """Returns how many steps of a phase are measured: more plain ones where larger ones will take
     over that are compared with them."""
-    compared = shape.phase is Phase.PLAIN and shape.terms.may_split and bool(shape.steps)
+    compared = shape.phase is Phase.PLAIN and shape.constraints.may_split and bool(shape.steps)
     if compared and min(step.time_s for step in shape.steps) >= _LONG_STEP_S:
         return max(profile_steps, _COMPARED_STEPS)
     return profile_steps

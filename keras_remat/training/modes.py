@@ -25,7 +25,12 @@ from keras_remat.training import steps, tell
 from keras_remat.training.contest import MOST_OPS, Contest, Trial, Tried, better
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.record import FitRecord, Mode, SizesRecord
-from keras_remat.training.shape_state import USUAL_TERMS, PlannedShape, Terms, layout_of
+from keras_remat.training.shape_state import (
+    USUAL_CONSTRAINTS,
+    PlannedShape,
+    StepConstraints,
+    layout_of,
+)
 from keras_remat.training.tools import Tools, tools_of
 
 #: What a mode raises that cannot train a batch.
@@ -77,18 +82,18 @@ def _settled(fit: FitState, batch: Any) -> tuple[Tools, PlannedShape] | None:
     if may_try or contest.trial is not None or not fit.record.trains_as_given:
         return None
     tools = tools_of(fit, contest.running)
-    key, may_miss = fit.signatures.of(batch), USUAL_TERMS.may_miss
-    shape = tools.steps.settled_shape(key, may_miss=may_miss)
+    key, allow_over_limit = fit.signatures.of(batch), USUAL_CONSTRAINTS.allow_over_limit
+    shape = tools.steps.settled_shape(key, allow_over_limit=allow_over_limit)
     return None if shape is None else (tools, shape)
 
 
-def terms_in(contest: Contest[Mode], terms: Terms) -> Terms:
-    """Returns on what terms the running mode trains a batch: it is split after the last mode has
-    failed, and no mode misses the limit where more micro-batches may be tried."""
+def constraints_in(contest: Contest[Mode], constraints: StepConstraints) -> StepConstraints:
+    """Returns what constrains how the running mode trains a batch: it is split after the last mode
+    has failed, and no mode misses the limit where more micro-batches may be tried."""
     return replace(
-        terms,
-        may_split=terms.may_split and not contest.may_try,
-        may_miss=terms.may_miss and not contest.chooses_micro_batches,
+        constraints,
+        may_split=constraints.may_split and not contest.may_try,
+        allow_over_limit=constraints.allow_over_limit and not contest.chooses_micro_batches,
     )
 
 

@@ -25,8 +25,8 @@ from keras_remat.training.decide import Phase
 from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.grouping import HeldBatches
 from keras_remat.training.shape_state import (
-    Known,
     PlannedShape,
+    PriorPlans,
     Recording,
     ShapeState,
     Signature,
@@ -69,7 +69,7 @@ class StepsRecord:
     shapes: Mapping[Signature, ShapeState] = field(default_factory=dict)
     reference: Signature | None = None
     shown: Signature | None = None
-    expected: Known = field(default_factory=Known)
+    expected: PriorPlans = field(default_factory=PriorPlans)
 
     # ---------------------------------------------------------------- what was seen
 
@@ -78,7 +78,7 @@ class StepsRecord:
         shown = shape.signature if self.reference is None else self.shown
         return replace(self, shapes={**self.shapes, shape.signature: shape}, shown=shown)
 
-    def after_batch(self, key: Signature, *, may_miss: bool) -> Self:
+    def after_batch(self, key: Signature, *, allow_over_limit: bool) -> Self:
         """Returns the record after a batch of a shape has come: the longest of the reference's size
         is what training is about."""
         shape = self.shapes[key]
@@ -86,11 +86,13 @@ class StepsRecord:
         is_same_size = shape.batch_size == self.shapes[reference].batch_size
         if is_same_size and is_within(reference, key):
             reference = key
-        shape = replace(shape, terms=replace(shape.terms, may_miss=may_miss))
+        shape = replace(
+            shape, constraints=replace(shape.constraints, allow_over_limit=allow_over_limit)
+        )
         shapes = {**self.shapes, key: shape}
         return replace(self, shapes=shapes, reference=reference, shown=reference)
 
-    def expecting(self, known: Known) -> Self:
+    def expecting(self, known: PriorPlans) -> Self:
         """Returns the record where the next batch's shape is the reference."""
         return replace(self, reference=None, expected=known)
 
@@ -156,13 +158,13 @@ class StepsRecord:
         phases = {shape.phase for shape in self.shapes.values()}
         return self.reference is not None and phases == {Phase.FINAL}
 
-    def settled_shape(self, key: Signature, *, may_miss: bool) -> PlannedShape | None:
+    def settled_shape(self, key: Signature, *, allow_over_limit: bool) -> PlannedShape | None:
         """Returns a shape whose step is final under a plan, as all others are; ``None`` where
         something is to be found out."""
         shape = self.shapes.get(key)
         if not (isinstance(shape, PlannedShape) and shape.called and self.is_settled):
             return None
-        return shape if shape.terms.may_miss == may_miss else None
+        return shape if shape.constraints.allow_over_limit == allow_over_limit else None
 
     def recorded_beside(self, key: Signature) -> tuple[Recording, ...]:
         """Returns the shapes but one whose steps are being recorded."""

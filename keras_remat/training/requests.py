@@ -40,20 +40,20 @@ from keras_remat.training.arguments import FitOptions
 from keras_remat.training.costs import ROOM, StepCosts
 from keras_remat.training.decide import MICRO_BATCHES, Phase
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.shape_state import Costs, Known, PlannedShape, ShapeState
+from keras_remat.training.shape_state import Costs, PlannedShape, PriorPlans, ShapeState
 
 logger = logging.getLogger(__name__)
 
 #: A limit that is missed by up to this share of it is no reason to end training.
 LITTLE_OVER_SHARE = 0.05
 #: Kinds of TensorFlow's ops whose random state is in their kernel: built anew, they begin anew.
-_STATEFUL_RANDOM = frozenset(
-    {
-        "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson",
-        "RandomPoissonV2", "RandomShuffle", "RandomStandardNormal", "RandomUniform",
-        "RandomUniformInt", "TruncatedNormal",
-    }
-)  # fmt: skip
+_STATEFUL_RANDOM = frozenset({
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson",
+    "RandomPoissonV2", "RandomShuffle", "RandomStandardNormal", "RandomUniform",
+    "RandomUniformInt", "TruncatedNormal",
+})  # fmt: skip
+#: A plan, what it costs, and the phase that it begins in.
+_FirstPlan = tuple[Plan, Costs, Phase]
 
 
 class PlanRequests:
@@ -84,7 +84,7 @@ class PlanRequests:
         self,
         shape: ShapeState,
         costs: Costs,
-        known: Known,
+        known: PriorPlans,
         running: Schedule | None = None,
         *,
         is_final: bool = True,
@@ -154,9 +154,7 @@ class PlanRequests:
         )
         return replace(costs, traced=traced, problem=problem)
 
-    def find(
-        self, shape: ShapeState, costs: Costs, batch: Any, known: Known
-    ) -> tuple[Plan, Costs, Phase]:
+    def find(self, shape: ShapeState, costs: Costs, batch: Any, known: PriorPlans) -> _FirstPlan:
         """Returns the first plan there is, what it costs, and the phase that it begins in.
 
         Raises:
@@ -183,12 +181,12 @@ class PlanRequests:
         try:
             return *self.split(shape, costs, batch, failure), Phase.WARM_UP
         except ScheduleNotFoundError as error:
-            if not shape.terms.may_miss:
+            if not shape.constraints.allow_over_limit:
                 raise
             return self._a_little_over(shape, costs, error), costs, Phase.WARM_UP
 
     def reused(
-        self, problem: Problem, known: Known, phase: Phase, tried: Collection[Schedule] = ()
+        self, problem: Problem, known: PriorPlans, phase: Phase, tried: Collection[Schedule] = ()
     ) -> Plan | None:
         """Returns the fastest plan by a known order that fits; ``None`` where none does.
 
@@ -205,7 +203,7 @@ class PlanRequests:
         fitting = [plan for plan in found if plan is not None]
         return min(fitting, key=lambda plan: plan.predicted.time_s, default=None)
 
-    def _expected_in_slices(self, costs: Costs, known: Known) -> tuple[Plan, Costs, Phase] | None:
+    def _expected_in_slices(self, costs: Costs, known: PriorPlans) -> _FirstPlan | None:
         """Returns the plan that was searched for a larger batch, where it runs ops in slices."""
         expected = [] if known.is_family or not costs.is_whole else known.plans
         for plan, graph, phase in (one for one in expected if one[0].slicing is not None):
@@ -238,7 +236,7 @@ class PlanRequests:
         told = memory.compiled_peak_bytes(problem.with_budget(limit.usable_bytes), order)
         return reused if told is None or limit.fits(told) else None
 
-    def _solved(self, shape: ShapeState, costs: Costs, known: Known) -> tuple[Plan, Costs, Phase]:
+    def _solved(self, shape: ShapeState, costs: Costs, known: PriorPlans) -> _FirstPlan:
         """Returns a plan that is solved for: quickly, until the step's ops are measured, or for
         good where they were at another shape."""
         is_final = any(phase is Phase.VERIFY for _, _, phase in known.plans)
@@ -259,7 +257,8 @@ class PlanRequests:
         """Returns a plan with some ops in slices, or in others than now; raises ``error``, or what
         is nearer, where none helps. A size that is only tried has a smaller one to go back to."""
         costs = costs.as_whole
-        if not costs.is_whole or costs.traced.slicer is None or not shape.terms.may_miss:
+        can_be_sliced = costs.is_whole and costs.traced.slicer is not None
+        if not (can_be_sliced and shape.constraints.allow_over_limit):
             raise error
         is_quick = self._backend.measures_op_times  # else it is the last one, too
         request = self.request(costs.problem, shape.batch_size, is_quick=is_quick)
@@ -285,13 +284,13 @@ class PlanRequests:
         """Returns a plan that trains the batch in more micro-batches than its costs are of, or in
         as many where those are of slices, and sums their gradients; raises ``error`` where that is
         not allowed or does not help."""
-        most = shape.batch_size if shape.terms.may_split else 1
+        most = shape.batch_size if shape.constraints.may_split else 1
         counts = [n for n in MICRO_BATCHES if costs.micro_batches < n <= most]
         if costs.micro_batches > 1 and costs.traced.whole is not None:
             counts.insert(0, costs.micro_batches)  # it was asked for
         for count in counts:
             try:
-                costs = self._costs.trace(batch, Known(), count)
+                costs = self._costs.trace(batch, PriorPlans(), count)
             except UnsupportedModelError as reason:
                 raise error from reason
             try:

@@ -20,9 +20,9 @@ from keras_remat.core.profile import Profile
 from keras_remat.training.decide import Phase
 from keras_remat.training.shape_state import (
     Costs,
-    Known,
     PlainShape,
     PlannedShape,
+    PriorPlans,
     ShapeState,
     Signature,
     TracedShape,
@@ -63,7 +63,7 @@ class ShapeFamily:
             return None
         return Costs(traced=traced, problem=transfer_costs(seen[0], graph))
 
-    def known(self, shapes: Shapes, signature: Signature) -> Known:
+    def known(self, shapes: Shapes, signature: Signature) -> PriorPlans:
         """Returns the orders that run at other shapes, and what was seen to cost what there."""
         plans = tuple(
             (shape.plan, shape.costs.problem.graph, _first_phase(shape))
@@ -72,7 +72,7 @@ class ShapeFamily:
             and shape.costs.is_whole
             and shape.signature != signature
         )
-        return Known(plans=plans, costs=_costs(shapes, signature), is_family=True)
+        return PriorPlans(plans=plans, costs=_costs(shapes, signature), is_family=True)
 
     def profiles_by_size(
         self, shapes: Shapes, signature: Signature, graph: Graph

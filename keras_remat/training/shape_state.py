@@ -19,7 +19,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.planning.background import PlanProcess
 from keras_remat.planning.plan import Plan
-from keras_remat.training.decide import Move, Phase, Recorded, Tries
+from keras_remat.training.decide import Move, Phase, Recorded, RetryCounts
 
 #: Of every array of a batch its shape, the name of its dtype and the structure that it is a leaf
 #: of; ``None`` stays ``None``.
@@ -80,28 +80,26 @@ def is_within(small: Signature, large: Signature) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """On what terms a batch is trained.
+class StepConstraints:
+    """Says what constrains how a batch is trained.
 
     Args:
         may_split: whether the size of a step is not given: a batch that fits under no schedule may
             then be trained in micro-batches.
-        may_miss: whether a plan that is known to miss the limit is better than none: not where
-            there is a smaller batch to go back to.
-        wants_profile: whether its ops are to be measured where Keras's own step fits, because
-            larger batches are planned by their costs.
+        allow_over_limit: whether a plan that is known to miss the limit is better than none: not
+        where there is a smaller batch to go back to. wants_profile: whether its ops are to be
+        measured where Keras's own step fits, because larger batches are planned by their costs.
         require_planned: whether it runs under a plan where Keras's own step fits, too. Where the
-            order of ops matters, later steps need more after that one: 21 samples of U-Net's
-            measured 177 MiB before a plain step of 5, and 210 after it.
-    """
+        order of ops matters, later steps need more after that one: 21 samples of U-Net's measured
+        177 MiB before a plain step of 5, and 210 after it."""
 
     may_split: bool = False
-    may_miss: bool = True
+    allow_over_limit: bool = True
     wants_profile: bool = False
     require_planned: bool = False
 
 
-USUAL_TERMS = Terms()
+USUAL_CONSTRAINTS = StepConstraints()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +135,7 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class PriorPlans:
     """Says what is known before a shape is planned.
 
     Args:
@@ -168,8 +166,8 @@ class ShapeState:
     batch_size: int
     run: RunStep
     phase: Phase
-    terms: Terms = field(default_factory=Terms)
-    tries: Tries = field(default_factory=Tries)
+    constraints: StepConstraints = field(default_factory=StepConstraints)
+    tries: RetryCounts = field(default_factory=RetryCounts)
     recorded: Recorded = Recorded.NONE
     called: bool = False
     steps: tuple[Usage, ...] = ()
@@ -287,7 +285,7 @@ class Solving(PlannedShape):
 
 
 _CARRIED = (
-    "signature", "batch_size", "terms", "tries", "recorded", "resident_bytes", "over_limit",
+    "signature", "batch_size", "constraints", "tries", "recorded", "resident_bytes", "over_limit",
 )  # fmt: skip
 
 

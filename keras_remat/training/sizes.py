@@ -38,7 +38,7 @@ from keras_remat.training.contest import compared
 from keras_remat.training.decide import Phase
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.record import COMPARED_STEPS, FitRecord, SizesRecord
-from keras_remat.training.shape_state import Known, Terms
+from keras_remat.training.shape_state import PriorPlans, StepConstraints
 from keras_remat.training.tools import running_tools
 
 
@@ -72,17 +72,17 @@ class SizeOptions:
 OPTIONS = SizeOptions()
 
 
-def terms_of(fit: FitState, due: Due) -> Terms:
-    """Returns on what terms a batch is trained: one that is larger than those that have trained is
-    refused where it misses the limit."""
+def constraints_of(fit: FitState, due: Due) -> StepConstraints:
+    """Returns what constrains how a batch is trained: one that is larger than those that have
+    trained is refused where it misses the limit."""
     sizes = fit.record.sizes
     if due.is_rest:
-        return Terms(require_planned=due.is_joined)
+        return StepConstraints(require_planned=due.is_joined)
     if sizes.chosen is None:
         may_split = fit.options.batch_size != "keep"
-        return Terms(may_split=may_split, wants_profile=_wants_profile(fit, sizes))
+        return StepConstraints(may_split=may_split, wants_profile=_wants_profile(fit, sizes))
     climbs = sizes.climb is not None and due.size > sizes.climb.trained
-    return Terms(may_miss=not climbs)
+    return StepConstraints(allow_over_limit=not climbs)
 
 
 def is_comparing(fit: FitState) -> bool:
@@ -370,7 +370,7 @@ def _changed(fit: FitState, record: FitRecord, new: int, expected: Plan | None =
         expected: a plan for it to begin with, or for another size of the same step.
     """
     old, scaling, loader = record.sizes.size, record.sizes.scaling, record.sizes.loader
-    known = Known(costs=() if scaling is None else (scaling.whole.at(new),))
+    known = PriorPlans(costs=() if scaling is None else (scaling.whole.at(new),))
     if expected is not None and expected.problem is not None:
         plan = replace(expected, slicing=None if scaling is None else scaling.slicing)
         known = replace(known, plans=((plan, expected.problem.graph, Phase.WARM_UP),))

@@ -22,7 +22,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import UnsupportedBatchError
 from keras_remat.training import effects, tell
-from keras_remat.training.decide import Phase, Recorded, Tries
+from keras_remat.training.decide import Phase, Recorded, RetryCounts
 from keras_remat.training.fit_state import FitState, setup_limit_s
 from keras_remat.training.record import FitRecord, SetUp, StepsRecord
 from keras_remat.training.shape_state import (
@@ -32,7 +32,7 @@ from keras_remat.training.shape_state import (
     ShapeState,
     Signature,
     Solving,
-    Terms,
+    StepConstraints,
     TracedShape,
 )
 from keras_remat.training.tools import Tools, running_tools
@@ -47,7 +47,7 @@ _GAP_SHARE = 0.08
 # -------------------------------------------------------------------- a batch of a new shape
 
 
-def arrived(tools: Tools, batch: Any, key: Signature, terms: Terms) -> FitRecord:
+def arrived(tools: Tools, batch: Any, key: Signature, constraints: StepConstraints) -> FitRecord:
     """Returns what is known after a batch has come, and what trains it.
 
     Raises:
@@ -56,26 +56,28 @@ def arrived(tools: Tools, batch: Any, key: Signature, terms: Terms) -> FitRecord
     steps = tools.steps
     if key not in steps.shapes:
         with tools.fit.planning():
-            steps = steps.with_shape(_first_step(tools, batch, key, terms))
-    steps = steps.after_batch(key, may_miss=terms.may_miss)
+            steps = steps.with_shape(_first_step(tools, batch, key, constraints))
+    steps = steps.after_batch(key, allow_over_limit=constraints.allow_over_limit)
     for shape in steps.recorded_beside(key):  # another shape's step ends it
         steps = steps.with_shape(effects.end_recording(tools, shape))
     return tools.fit.record.with_steps(tools.mode, steps)
 
 
-def _first_step(tools: Tools, batch: Any, key: Signature, terms: Terms) -> ShapeState:
+def _first_step(
+    tools: Tools, batch: Any, key: Signature, constraints: StepConstraints
+) -> ShapeState:
     """Returns how a batch of a new shape is trained first."""
     fit, plans, size = tools.fit, tools.plans, batch_size_of(batch)
     fit.report.batch_size = fit.report.batch_size or size
     fit.tell_statistics(tools.backend.device)
-    rules_plain_out = _needs_plan(tools, terms) or not tools.mode.plain_may_run
+    rules_plain_out = _needs_plan(tools, constraints) or not tools.mode.plain_may_run
     shape = ShapeState(
         signature=key,
         batch_size=size,
         run=fit.installed.run_plain,
         phase=Phase.FINAL,
-        terms=terms,
-        tries=Tries(plain_ruled_out=rules_plain_out),
+        constraints=constraints,
+        tries=RetryCounts(plain_ruled_out=rules_plain_out),
         recorded=Recorded.NONE if tools.backend.measures_op_times else Recorded.BLIND,
     )
     if _is_known_to_fit(tools, shape):
@@ -85,7 +87,7 @@ def _first_step(tools: Tools, batch: Any, key: Signature, terms: Terms) -> Shape
         costs = tools.costs.trace_as_asked(batch, known, _micro_batches(tools, shape))
     except UnsupportedBatchError as error:
         fit.warn(*tell.remark(error))
-        return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned
+        return replace(shape, tries=RetryCounts(plain_ruled_out=True))  # nothing can be planned
     tools.traced_ops = len(costs.problem.graph.ops)
     tools.family.learn(key, costs)
     given = plans.given(costs) if is_first else None
@@ -115,15 +117,15 @@ def _is_known_to_fit(tools: Tools, shape: ShapeState) -> bool:
 
 def _may_run_plain(tools: Tools, shape: ShapeState) -> bool:
     is_whole = _micro_batches(tools, shape) == 1
-    return tools.mode.plain_may_run and is_whole and not _needs_plan(tools, shape.terms)
+    return tools.mode.plain_may_run and is_whole and not _needs_plan(tools, shape.constraints)
 
 
 def _micro_batches(tools: Tools, shape: ShapeState) -> int:
     return min(shape.batch_size, tools.mode.micro_batches)
 
 
-def _needs_plan(tools: Tools, terms: Terms) -> bool:
-    return terms.require_planned and tools.backend.memory.order_matters
+def _needs_plan(tools: Tools, constraints: StepConstraints) -> bool:
+    return constraints.require_planned and tools.backend.memory.order_matters
 
 
 # -------------------------------------------------------------------- one attempt
@@ -254,10 +256,12 @@ def is_look_due(tools: Tools) -> bool:
 # -------------------------------------------------------------------- steps that are final
 
 
-def settled_shape(tools: Tools, key: Signature, terms: Terms) -> PlannedShape | None:
+def settled_shape(
+    tools: Tools, key: Signature, constraints: StepConstraints
+) -> PlannedShape | None:
     """Returns a batch's shape where its step is final under a plan, and no look at it is due;
     ``None`` where something is to be found out or to be done."""
-    shape = tools.steps.settled_shape(key, may_miss=terms.may_miss)
+    shape = tools.steps.settled_shape(key, allow_over_limit=constraints.allow_over_limit)
     return None if shape is None or is_look_due(tools) else shape
 
 

@@ -16,7 +16,7 @@ from keras_remat.training.fit_state import FitState
 from keras_remat.training.record import FitRecord, Mode, StepsRecord
 from keras_remat.training.requests import PlanRequests
 from keras_remat.training.shape_family import ShapeFamily
-from keras_remat.training.shape_state import Known, PlainShape, ShapeState
+from keras_remat.training.shape_state import PlainShape, PriorPlans, ShapeState
 from keras_remat.training.undo import StepGuard
 from keras_remat.training.watch import Pace
 
@@ -64,7 +64,7 @@ class Tools:
         """Returns whether a step of this phase measured over the limit."""
         return self.backend.device.has_statistics and not self.fit.limit.holds(shape.peak_bytes)
 
-    def known(self, shape: ShapeState) -> Known:
+    def known(self, shape: ShapeState) -> PriorPlans:
         """Returns what is known of a shape without its trace."""
         steps = self.steps
         if steps.reference is None:

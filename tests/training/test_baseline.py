@@ -13,7 +13,7 @@ from fake_fit import driven
 from keras_remat.core.schedule import Usage
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.baseline import Baseline
-from keras_remat.training.shape_state import Terms
+from keras_remat.training.shape_state import StepConstraints
 
 SIZE = 100
 TIGHT = int(store_all_peak(SIZE) * 0.7)
@@ -51,7 +51,7 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
     for step in range(12):
         assert (report.baseline is not None) == (step >= 2)
         assert trainer.settled == (step >= steps)
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_split=grows))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(may_split=grows))
     assert report.baseline.time_s == pytest.approx(16.0 * slowness)
 
 

@@ -14,7 +14,7 @@ from keras_remat.training.decide import (
     Move,
     Phase,
     Recorded,
-    Tries,
+    RetryCounts,
     decide,
 )
 
@@ -90,7 +90,7 @@ def successors(phase, tries, recorded, runs_a_plan):
     )
     free = (
         "out_of_memory", "over_limit", "plain_fits", "plain_may_be_smaller", "wants_profile",
-        "solves_beside", "solved", "may_miss",
+        "solves_beside", "solved", "allow_over_limit",
     )  # fmt: skip
     values = [(False, True) if name in ASKED[phase] else (False,) for name in free]
     for out_of_memory, over, fits, smaller, profile, beside, solved, miss, told in product(
@@ -102,7 +102,7 @@ def successors(phase, tries, recorded, runs_a_plan):
             over_limit=over,
             attempts_left=tries.attempts_left(out_of_memory=out_of_memory),
             may_split=tries.splits_left,
-            may_miss=miss,
+            allow_over_limit=miss,
             runs_a_plan=runs_a_plan,
             plain_fits=fits,
             plain_ruled_out=tries.plain_ruled_out,
@@ -148,10 +148,10 @@ def test_every_path_ends():
         return longest[state]
 
     starts = [
-        (Phase.PLAIN, Tries(), Recorded.NONE, False),
-        (Phase.FINAL, Tries(), Recorded.NONE, False),
-        *((phase, Tries(), Recorded.NONE, True) for phase in (Phase.WARM_UP, Phase.VERIFY)),
-        (Phase.VERIFY, Tries(plain_ruled_out=True), Recorded.BLIND, True),
+        (Phase.PLAIN, RetryCounts(), Recorded.NONE, False),
+        (Phase.FINAL, RetryCounts(), Recorded.NONE, False),
+        *((phase, RetryCounts(), Recorded.NONE, True) for phase in (Phase.WARM_UP, Phase.VERIFY)),
+        (Phase.VERIFY, RetryCounts(plain_ruled_out=True), Recorded.BLIND, True),
     ]
     bound = (len(MICRO_BATCHES) + 1) * (2 * MAX_TIGHTENINGS + 7) + 4 * MAX_OUT_OF_MEMORY
     assert max(map(moves_from, starts)) <= bound
@@ -193,7 +193,7 @@ def test_every_path_ends():
             Phase.SOLVE,
         ),
         (
-            {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "may_miss": False},
+            {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "allow_over_limit": False},
             Move.KEEP_PLAN,
             Phase.VERIFY,
         ),
@@ -201,7 +201,7 @@ def test_every_path_ends():
             {
                 "phase": Phase.RECORD,
                 "recorded": Recorded.MEASURED,
-                "may_miss": False,
+                "allow_over_limit": False,
                 "over_limit": True,
             },
             Move.REPLAN,

@@ -42,7 +42,7 @@ from keras_remat.training.contest import Contest
 from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.grouping import HeldBatches
 from keras_remat.training.record import FitRecord, Mode, SizesRecord, StepsRecord
-from keras_remat.training.shape_state import ShapeState, Terms
+from keras_remat.training.shape_state import ShapeState, StepConstraints
 from keras_remat.training.watch import Pace
 
 SIZE = 100
@@ -87,7 +87,7 @@ def test_a_plain_step_that_fits_is_recorded_where_a_larger_batch_is_searched(pro
     backend = FakeBackend(profiler=profiler)
     trainer, report = driven(backend, options(limit=PLAIN))
     for step in range(20):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=True))
     assert backend.kinds[:3] == ["plain"] * 3
     recorded = backend.kinds.count("remat")
     assert 2 <= recorded <= 4
@@ -123,7 +123,7 @@ def test_variables_are_brought_together_before_steps_in_order_that_follow_plain_
     backend, gathered = gathering()
     trainer, _ = driven(backend, options(limit=2 * PLAIN))
     for step in range(20):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=True))
     first = backend.kinds.index("remat")
     assert gathered == [first]
 
@@ -146,7 +146,7 @@ def test_a_batch_that_is_to_run_in_order_does_so_where_the_plain_step_fits(order
     train(trainer, 10)
     small = SIZE // 10
     for step in range(6):
-        trainer.run(batch_of(step * small, small), Terms(require_planned=True))
+        trainer.run(batch_of(step * small, small), StepConstraints(require_planned=True))
     assert set(backend.kinds[10:]) == {"remat" if order_matters else "plain"}
     assert event_kinds(report).count("risk") == 1, "what fits is no risk"
 
@@ -160,7 +160,7 @@ def test_what_plain_steps_held_between_them_is_not_what_steps_in_order_hold():
     backend._stop_recording = lambda run, nbytes: (seen.append(nbytes), stop(run, nbytes))[1]
     trainer, _ = driven(backend, options(limit=PLAIN))
     for step in range(12):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=True))
     assert seen == [RESIDENT_BYTES]
 
 
@@ -169,7 +169,7 @@ def test_a_recorded_step_that_runs_out_of_memory_gives_way_to_the_plain_one():
     backend.fails_at = {4}
     trainer, report = driven(backend, options(limit=PLAIN))
     for step in range(10):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=True))
     assert backend.kinds == ["plain"] * 10
     assert event_kinds(report) == ["profile", "plain", "fits"]
     assert report.limit_bytes == PLAIN
@@ -183,7 +183,7 @@ def test_a_plain_step_stays_where_no_plan_is_found_to_record(monkeypatch):
     note_solves(monkeypatch, nothing)
     trainer, report = driven(FakeBackend(), options(limit=PLAIN))
     for step in range(6):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=True))
     assert event_kinds(report) == ["fits"]
 
 
@@ -603,15 +603,15 @@ def test_batch_that_fits_under_no_schedule_is_cut_where_that_is_allowed():
         trainer.run(batch_of(0, SIZE))
     assert backend.ran == []
     with pytest.warns(UserWarning, match="4 micro-batches"):
-        trainer.run(batch_of(0, SIZE), Terms(may_split=True))
+        trainer.run(batch_of(0, SIZE), StepConstraints(may_split=True))
     for step in range(1, 12):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_split=True))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(may_split=True))
     assert backend.samples == list(range(12 * SIZE))
     assert trainer.micro_batches == 4
     assert "micro-batches" in event_kinds(report)
     assert trainer.settled_peak_bytes <= limit
     with pytest.warns(UserWarning, match="2 micro-batches"):
-        trainer.run(batch_of(0, SIZE // 2), Terms(may_split=True))
+        trainer.run(batch_of(0, SIZE // 2), StepConstraints(may_split=True))
     assert backend.ran[-1][0] != "plain", (
         "what a smaller batch takes does not follow from the pieces"
     )
@@ -622,13 +622,13 @@ def test_step_that_cannot_be_cut_is_refused_as_before():
     backend.can_be_cut = False
     trainer, _ = driven(backend, options(limit=chain_problem(SIZE).floor_bytes - 1))
     with pytest.raises(InfeasibleBudgetError) as caught:
-        trainer.run(batch_of(0, SIZE), Terms(may_split=True))
+        trainer.run(batch_of(0, SIZE), StepConstraints(may_split=True))
     assert isinstance(caught.value.__cause__, UnsupportedModelError)
 
 
 def run_cut(trainer, steps):
     for step in range(steps):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_split=True))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(may_split=True))
 
 
 def test_step_that_measures_over_the_limit_under_every_plan_goes_on_in_micro_batches():
@@ -694,7 +694,7 @@ def test_sample_that_does_not_fit_alone_is_refused():
     backend = FakeBackend()
     trainer, _ = driven(backend, options(limit=RESIDENT_BYTES + 1))
     with pytest.raises(InfeasibleBudgetError):
-        trainer.run(batch_of(0, 1), Terms(may_split=True))
+        trainer.run(batch_of(0, 1), StepConstraints(may_split=True))
     assert backend.traced == [1]
 
 
@@ -716,7 +716,7 @@ def test_where_a_smaller_batch_trains_no_plan_runs_that_is_known_to_miss_the_lim
     backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
     trainer, report = driven(backend, options())
     for step in range(16):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_miss=False))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(allow_over_limit=False))
     assert trainer.settled
     assert "swap" not in event_kinds(report)
     assert "tighten" not in event_kinds(report)  # after one measured step
@@ -732,7 +732,7 @@ def test_a_larger_batch_that_has_become_the_one_that_trains_is_not_said_to_give_
     backend = FakeBackend()
     trainer, report = driven(backend, options())
     for step in range(8):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_miss=False))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(allow_over_limit=False))
     assert trainer.settled
     backend.surplus_bytes = lambda what, size: 2 * PLAIN
     for step in range(8, 30):
@@ -1250,7 +1250,7 @@ def test_random_state_in_kernels_is_no_reason_to_refuse_a_plain_step(wants_profi
     backend = FakeBackend(kind="RandomStandardNormal")
     trainer, report = driven(backend, options(limit=PLAIN))
     for step in range(5):
-        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=wants_profile))
+        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=wants_profile))
     assert backend.kinds == ["plain"] * 5
     assert event_kinds(report) == ["remark"] * wants_profile + ["fits"]
 

@@ -16,7 +16,7 @@ import keras_remat
 import keras_remat.backends.tensorflow as tensorflow_backend
 from keras_remat.backends.tensorflow.graph import trace as tracing
 from keras_remat.training.arguments import FitOptions
-from keras_remat.training.shape_state import Known
+from keras_remat.training.shape_state import PriorPlans
 
 WIDTH = 512
 #: Of the kernel: what is as small as the bias does not count.
@@ -148,10 +148,10 @@ def test_a_first_plan_leaves_room_until_something_was_measured(source, roomy):
     costs = types.SimpleNamespace(problem=dataclasses.replace(problem, profile=profile))
     plans = Driven(FakeBackend(), options=FitOptions(2**20, margin=0.0)).tools.plans
     shape = types.SimpleNamespace(batch_size=64)
-    first = plans.with_headroom(shape, costs, Known(), is_final=False)
+    first = plans.with_headroom(shape, costs, PriorPlans(), is_final=False)
     assert first.is_quick
     assert first.budgets_bytes[0] == roomy
-    assert plans.with_headroom(shape, costs, Known()).budgets_bytes == (2**20,)
+    assert plans.with_headroom(shape, costs, PriorPlans()).budgets_bytes == (2**20,)
 
 
 def test_sizes_that_only_the_step_knows_are_told_once():

@@ -47,7 +47,7 @@ class FakeSteps:
         self.trained, self.forgotten = [], -1
         self._of_shape = 0
 
-    def __call__(self, fit, mode, batch, terms, timed):
+    def __call__(self, fit, mode, batch, constraints, timed):
         size, known = len(batch[0]), fit.record.of(mode)
         if size > self.fits:
             raise ScheduleNotFoundError(fit.limit.total_bytes, 1)
@@ -63,7 +63,7 @@ class FakeSteps:
             called=True,
             steps=(Usage(0.5, self.peak_bytes(size)),),
         )
-        known = known.with_shape(shape).after_batch(shape.signature, may_miss=True)
+        known = known.with_shape(shape).after_batch(shape.signature, allow_over_limit=True)
         if known.reference != shape.signature and self._of_shape >= self.settle_after:
             known = known.with_shape(replace(known.reference_shape, phase=Phase.FINAL))
         fit.record = fit.record.with_steps(mode, known)
@@ -432,9 +432,9 @@ class Timed(FakeSteps):
         super().__init__()
         self.clock, self.seconds = clock, seconds
 
-    def __call__(self, fit, mode, batch, terms, timed):
+    def __call__(self, fit, mode, batch, constraints, timed):
         self.clock[0] += self.seconds(len(batch[0]))
-        return super().__call__(fit, mode, batch, terms, timed)
+        return super().__call__(fit, mode, batch, constraints, timed)
 
 
 def fastest_of(monkeypatch, seconds, seconds_before=None):
