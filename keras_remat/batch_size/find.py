@@ -23,12 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, preserved_state
-from keras_remat.backends.batches import (
-    batch_size_of,
-    example_batch,
-    repeated_batch,
-    sliced,
-)
+from keras_remat.backends.batches import batch_size_of, repeated_batch, sliced
+from keras_remat.backends.example_batches import example_batch
 from keras_remat.batch_size import search_work
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs

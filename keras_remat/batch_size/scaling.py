@@ -22,7 +22,8 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from keras_remat.backends.base import Backend, TracedStep
-from keras_remat.backends.batches import batch_size_of, fixed_batch
+from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.example_batches import fixed_batch
 from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.core.graph import Graph, Value
 from keras_remat.core.problem import Problem

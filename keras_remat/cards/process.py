@@ -85,7 +85,8 @@ def answer(request: Request, tell: Tell) -> None:
     sys.path += [folder for folder in request.search_path if folder not in sys.path]
     import keras
 
-    from keras_remat.backends.batches import batch_size_of, example_batch
+    from keras_remat.backends.batches import batch_size_of
+    from keras_remat.backends.example_batches import example_batch
     from keras_remat.cards.rows import AskedStep
 
     initialize_with_zeros()

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keras_remat.backends.base import Backend, TracedStep
-from keras_remat.backends.batches import batch_bytes, batch_size_of, fixed_batch
+from keras_remat.backends.batches import batch_bytes, batch_size_of
+from keras_remat.backends.example_batches import fixed_batch
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.cards.breakdown import Resident, activations_by_layer, parts_at_peak

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from keras_remat.backends.batches import example_batch, fixed_batch
+from keras_remat.backends.example_batches import example_batch, fixed_batch
 from keras_remat.backends.statistics import enable_cpu_memory_stats
 from keras_remat.errors import UnknownBatchError
 

@@ -1,4 +1,4 @@
-"""One ``fit`` whose train function was replaced: who calls it, and what its epochs came to.
+"""Runs one ``fit`` whose train function was replaced: knows its callers, and counts its epochs.
 
 The callback says what Keras does (a batch begins, an epoch ends); the installed train function asks
 for every batch. Between them this module keeps the promise that every batch is trained exactly
@@ -44,7 +44,7 @@ _MOST_ASIDES = 3
 
 @dataclass(frozen=True)
 class Epoch:
-    """Says what an epoch came to so far.
+    """Says what is known of an epoch so far.
 
     Args:
         number: Keras's.

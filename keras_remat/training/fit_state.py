@@ -52,7 +52,7 @@ def limit_of(backend: Backend, options: FitOptions) -> Limit:
 
 @dataclass
 class StepCounter:
-    """Says what the steps since the last :meth:`FitState.take_counter` came to."""
+    """Counts the steps since the last :meth:`FitState.take_counter`."""
 
     samples: int = 0
     steps: int = 0

@@ -111,8 +111,8 @@ class StepGuard:
         return Trained(batch, result, replace(usage, time_s=step_s)), facts
 
     def run_settled(self, step: RunStep, batch: Any, facts: DeviceFacts) -> Trained:
-        """Runs a planned step that is neither guarded nor waited for; it is said to have taken what
-        the last one did that was."""
+        """Runs a planned step that is neither guarded nor waited for; reports the time of the last
+        step that was waited for."""
         result, usage = self._backend.measure(partial(step, batch), wait=False)
         return Trained(batch, result, Usage(facts.step_s, usage.peak_bytes))
 

@@ -5,13 +5,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from keras_remat.backends.batches import (
-    batch_bytes,
-    batch_size_of,
-    check_shapes,
-    example_batch,
-    fixed_batch,
-)
+from keras_remat.backends.batches import batch_bytes, batch_size_of
+from keras_remat.backends.example_batches import check_shapes, example_batch, fixed_batch
 from keras_remat.errors import UnknownBatchError, UnsupportedModelError
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from keras_remat.backends import batches
 from keras_remat.backends.base import RunStep
+from keras_remat.backends.example_batches import example_batch
 from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.jax import cudnn
 from keras_remat.backends.jax import lower as lowering
@@ -115,8 +116,8 @@ class JaxBackend:
                 "In several processes plans are made inside of fit: give fit the callback."
             )
         if self.target.is_live:
-            return jax.tree.map(jnp.asarray, batches.example_batch(model, batch))
-        self._asked = tracing.as_specs(batches.example_batch(model, batch, seed=None))
+            return jax.tree.map(jnp.asarray, example_batch(model, batch))
+        self._asked = tracing.as_specs(example_batch(model, batch, seed=None))
         return self._asked
 
     def resized_spec(self, batch: Any, size: int) -> Any:

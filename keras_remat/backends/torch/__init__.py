@@ -15,6 +15,7 @@ import torch
 
 from keras_remat.backends import batches
 from keras_remat.backends.base import RunStep
+from keras_remat.backends.example_batches import example_batch
 from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.processes import Processes
@@ -62,7 +63,7 @@ class TorchBackend:
 
     def example_batch(self, model: Any, batch: Any) -> Any:
         self.device.trains(model)
-        made = as_tensors(batches.example_batch(model, batch))
+        made = as_tensors(example_batch(model, batch))
         self.device.note_batch(made)
         return made
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends import batches
 from keras_remat.backends.base import RunStep
+from keras_remat.backends.example_batches import example_batch
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled import profile as profiling
@@ -114,7 +114,7 @@ class CompiledBackend(TensorFlowBackend):
     def example_batch(self, model: Any, batch: Any) -> Any:
         if self._card is None:
             return super().example_batch(model, batch)
-        arrays = batches.example_batch(model, batch, seed=None)
+        arrays = example_batch(model, batch, seed=None)
         self._asked = tf.nest.map_structure(
             lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype), arrays
         )

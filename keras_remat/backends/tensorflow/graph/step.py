@@ -122,8 +122,8 @@ class TensorFlowStep(TracedStep):
         return Schedule(self._executor.order())
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
-        """Returns what Keras's own step is predicted to need, where several ops run at once the
-        high side of it; of how much more they need, the allocator is no part."""
+        """Returns what Keras's own step is predicted to need: an upper estimate where several ops
+        run at once, whose surplus is counted without the allocator's."""
         if self.whole is not None:
             return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
         profile = problem.profile

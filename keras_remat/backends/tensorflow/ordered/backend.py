@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_remat.backends import batches
 from keras_remat.backends.base import ProfileRecorder, RunStep
+from keras_remat.backends.example_batches import example_batch
 from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
 from keras_remat.backends.processes import Processes
@@ -108,7 +109,7 @@ class TensorFlowBackend:
         return " ".join(filter(None, remarks)) or None
 
     def example_batch(self, model: Any, batch: Any) -> Any:
-        arrays = batches.example_batch(model, batch)
+        arrays = example_batch(model, batch)
         return tf.nest.map_structure(
             lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), arrays
         )
