@@ -11,12 +11,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
 
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+
+
+def seeds(count: int, quick: int) -> list[Any]:
+    """Parameters of a test of random problems: all but the first few are slow tests."""
+    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(quick, count))
+    return [*range(quick), *slow]
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_valid_and_no_worse_than_greedy(seed: int) -> None:
     except ScheduleNotFoundError:
         first = float("inf")
     try:
-        solution = solve(problem, time_limit_s=4)
+        solution = solve(problem, time_limit_s=2)
     except (ScheduleNotFoundError, InfeasibleBudgetError):
         assert first == float("inf")
         return
@@ -198,8 +198,8 @@ def check_random_problem(seed: int, time_limit_s: float) -> str:
 
 
 def test_random_problems_are_solved_or_proved_infeasible() -> None:
-    found = [check_random_problem(seed, 0.3) for seed in range(60)]
-    assert found.count("solved") > 30
+    found = [check_random_problem(seed, 0.3) for seed in range(30)]
+    assert found.count("solved") > 15
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_five_thousand_random_problems_stay_within_their_budgets() -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "intervals", "anneal", "greedy"])
-@pytest.mark.parametrize("seed", [4, 11])
+@pytest.mark.parametrize("seed", [4, pytest.param(11, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_schedule(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ class FakeSteps:
 
 OPTIONS = sizes.OPTIONS
 #: Seconds of work that a search of sizes takes: fake steps are long, and worth a minute of it.
-SEARCH_S = 2.0
+SEARCH_S = 0.5
 
 
 @pytest.fixture(autouse=True)

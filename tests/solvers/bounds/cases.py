@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 
 from random_problems import random_features, random_problem, training_problem, with_random_budget
 
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
+from tests.solvers.brute_force import fastest
 
 
 def small_problem(seed: int) -> Problem:
@@ -20,6 +22,14 @@ def small_problem(seed: int) -> Problem:
         return with_random_budget(rng, random_problem(rng, 6, features))
     layers = rng.randint(3, 4)
     return with_random_budget(rng, training_problem(rng, layers, features, chain=seed % 3 == 1))
+
+
+@cache
+def least_seconds(seed: int) -> float | None:
+    """Seconds of the fastest order of a small problem, by exhaustive search; ``None``: none
+    fits."""
+    best = fastest(small_problem(seed), any_order=True)
+    return None if best is None else best[0]
 
 
 def two_readers(

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from random_problems import mixed_problem
+from random_problems import mixed_problem, seeds
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph
@@ -27,7 +27,7 @@ def coarse_problem(seed: int) -> coarsen.Coarse:
     return coarsen.Coarse(problem, base, random.Random(seed).randint(1, 9))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200, 50))
 def test_the_base_order_comes_back(seed: int) -> None:
     coarse = coarse_problem(seed)
     identity = tuple(range(len(coarse.ops)))
@@ -36,7 +36,7 @@ def test_the_base_order_comes_back(seed: int) -> None:
     assert coarse.project(coarse.base) == identity
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200, 50))
 def test_changed_orders_expand_to_legal_ones(seed: int) -> None:
     """Random legal changes of the coarse order: runs added, moved and taken away."""
     coarse = coarse_problem(seed)
@@ -58,7 +58,7 @@ def test_changed_orders_expand_to_legal_ones(seed: int) -> None:
     assert coarse.project(full) == order
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60, 20))
 def test_threshold_one_loses_nothing(seed: int) -> None:
     """With no small values the coarse peak is the full one."""
     problem = mixed_problem(seed)
@@ -75,7 +75,7 @@ def test_small_values_stay_below_their_share() -> None:
     assert coarsen.small_peak(problem, base, threshold) <= coarsen.SMALL_SHARE * 10**6
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100, 25))
 def test_small_values_are_counted_as_if_the_others_had_no_bytes(seed: int) -> None:
     problem = mixed_problem(seed)
     graph, costs = problem.graph, problem.profile

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from graph_builder import Builder
-from random_problems import mixed_problem, training_problem, with_budget_fraction
+from random_problems import mixed_problem, seeds, training_problem, with_budget_fraction
 
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
@@ -43,7 +43,7 @@ def over_budget(problem: Problem, order: tuple[int, ...]) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("default", [True, False])
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100, 40))
 def test_it_is_legal_and_runs_every_op_once(seed: int, default: bool) -> None:
     problem = mixed_problem(seed)
     base = Schedule.store_all(problem.graph).order if default else any_legal_order(problem, seed)
@@ -53,7 +53,7 @@ def test_it_is_legal_and_runs_every_op_once(seed: int, default: bool) -> None:
 
 
 @pytest.mark.parametrize("default", [True, False])
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100, 40))
 def test_without_a_budget_its_peak_is_no_higher(seed: int, default: bool) -> None:
     problem = mixed_problem(seed, budget=False)
     base = Schedule.store_all(problem.graph).order if default else any_legal_order(problem, seed)
@@ -61,7 +61,7 @@ def test_without_a_budget_its_peak_is_no_higher(seed: int, default: bool) -> Non
     assert simulate(problem, order).peak_bytes <= simulate(problem, Schedule(base)).peak_bytes
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100, 40))
 def test_it_is_no_further_over_the_budget(seed: int) -> None:
     problem = mixed_problem(seed)
     base = Schedule.store_all(problem.graph).order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from graph_builder import Builder
-from random_problems import chain_problem, mixed_problem
+from random_problems import chain_problem, mixed_problem, seeds
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import chain_example
@@ -18,7 +18,7 @@ from keras_remat.solvers import SOLVERS
 from keras_remat.solvers.search import greedy
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", seeds(300, 90))
 def test_every_candidate_is_valid(seed: int) -> None:
     problem = mixed_problem(seed)
     for order in greedy.candidates(problem, deadline=Deadline(float("inf"))):

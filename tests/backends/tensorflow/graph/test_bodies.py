@@ -168,7 +168,13 @@ def gated(several, rows=4096, width=64):
     return model, (rng.normal(size=(rows, width)).astype("f"), rng.random((rows, 1), "float32"))
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["cond", "switch"])
+@pytest.mark.parametrize(
+    "several",
+    [
+        pytest.param(False, id="cond"),
+        pytest.param(True, id="switch", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_with_branches_trains_under_a_limit_that_both_of_them_exceed(several):
     def trained(limit=None):
         model, (x, y) = gated(several)
@@ -186,11 +192,11 @@ def test_a_step_with_branches_trains_under_a_limit_that_both_of_them_exceed(seve
         )
         return history.history["loss"], keras_models.state_of(model), remat
 
-    plain, again = trained(), trained()
+    plain = trained()
     model, data = gated(several)
     limit = tight_limit(backend(), model, data, 2048, 0.7)
     losses, state, remat = trained(limit)
-    assert plain[0] == again[0] == losses
+    assert plain[0] == losses
     assert all(map(np.array_equal, plain[1], state))
     assert remat.plan is not None
     assert remat.plan.recomputes
