@@ -249,7 +249,6 @@ def plan_with_slices(
     traced: TracedStep,
     request: PlanRequest,
     estimate: Callable[[TracedStep], Profile],
-    door: Callable[[PlanRequest], Plan] = plan_for,
 ) -> tuple[TracedStep, Problem, Plan]:
     """Returns a plan with the step that it runs, and that one's costs: in slices, where no plan for
     the whole step keeps to the limit.
@@ -258,15 +257,14 @@ def plan_with_slices(
         traced: the step of the request, in slices or not.
         request: what is asked for.
         estimate: returns estimated costs of a step.
-        door: answers requests.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: slices do not help, either.
     """
     try:
-        return traced, request.problem, door(request)
+        return traced, request.problem, plan_for(request)
     except NOT_FOUND as error:
-        return plan_in_slices(traced, request, estimate, error, door)
+        return plan_in_slices(traced, request, estimate, error)
 
 
 def plan_in_slices(
@@ -280,6 +278,7 @@ def plan_in_slices(
 
     Args:
         failure: why there is none.
+        door: answers requests.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: slices do not help; the message names the op

@@ -50,7 +50,7 @@ def _solver(name: str, target: str, *, fetches: bool = False, **options: Any) ->
 
 
 SOLVERS: dict[str, Solver] = {
-    "store_all": _solver("store_all", "papers.store_all"),
+    "store_all": _solver("store_all", "orders.incumbent:store_all"),
     "chen_sqrt_n": _solver("chen_sqrt_n", "papers.chen"),
     "chen_sqrt_n_ap": _solver("chen_sqrt_n_ap", "papers.chen", forms=("ap",)),
     "chen_sqrt_n_linear": _solver("chen_sqrt_n_linear", "papers.chen", forms=("linear",)),

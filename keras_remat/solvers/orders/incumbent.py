@@ -151,3 +151,8 @@ def seconds_of(problem: Problem, order: Sequence[int]) -> float:
     except (InvalidScheduleError, PeakExceededError):
         return float("inf")
     return simulate(problem, schedule).time_s
+
+
+def store_all(incumbent: Incumbent, seed: int) -> None:
+    """Offers the schedule without recomputation, to which every overhead is a ratio."""
+    incumbent.offer_store_all()
