@@ -18,6 +18,7 @@ from typing import Literal
 
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.reporting.curves import RESIDENT, REST, WORKSPACE
+from keras_remat.units import byte_unit, format_seconds
 
 #: Look → colour.
 COLORS = {
@@ -121,6 +122,20 @@ class Axis:
     def span(self) -> float:
         """Returns the difference between the ends; never 0."""
         return self.high - self.low or 1.0
+
+    @property
+    def marked(self) -> dict[float, str]:
+        """Returns amount → its name, at round numbers where the axis has no ticks of its own."""
+        if self.ticks is not None:
+            return dict(self.ticks)
+        if self.unit == "bytes":
+            name, size = byte_unit(int(self.high))
+            marked = {k * size: f"{k:g} {name}" for k in round_numbers(self.high / size, 5)}
+        elif self.unit == "seconds":
+            marked = {k: format_seconds(k) for k in round_numbers(0.93 * self.high, 5)}
+        else:
+            marked = {k: f"{k:g}" for k in round_numbers(self.high, 5)}
+        return {amount: name for amount, name in marked.items() if amount >= self.low}
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from keras_remat.reporting.chart import (
     Rule,
     Shape,
     Steps,
-    round_numbers,
 )
 from keras_remat.reporting.tables import readable
-from keras_remat.units import byte_unit, format_seconds
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _LINE = 720, 96, 12, 12, 40, 24
 
@@ -84,23 +82,22 @@ class _Drawing:
     def _numbers_below(self, axis: Axis) -> list[str]:
         """Draws numbers below the picture, and what they are where they have no unit."""
         low = self._height - self._bottom + _LINE
-        parts = [_text(self._x(k), low, "middle", name) for k, name in _ticks(axis).items()]
+        parts = [_text(self._x(k), low, "middle", name) for k, name in axis.marked.items()]
         if not axis.unit:
             middle = (_LEFT + _WIDTH - _RIGHT) / 2
-            parts.append(_text(middle, self._height - 4, "middle", escape(axis.name)))
+            parts.append(_text(middle, self._height - 4, "middle", axis.name))
         return parts
 
     def _numbers_beside(self, axis: Axis) -> list[str]:
         """Draws numbers and lines at them, or the axis's name."""
-        ticks = _ticks(axis)
-        if not ticks:
+        if not axis.marked:
             middle = -(_TOP + self._height - self._bottom) / 2
             return [
                 f'<text transform="rotate(-90)" x="{middle}" y="24" '
                 f'text-anchor="middle">{escape(axis.name)}</text>'
             ]
         parts = []
-        for amount, name in ticks.items():
+        for amount, name in axis.marked.items():
             y = self._y(amount)
             lines = name.split("\n")
             top = y + 6 - _LINE * (len(lines) - 1) / 2
@@ -111,7 +108,7 @@ class _Drawing:
                 ends = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
                 parts.append(f'<line class="grid" {ends}/>')
         if not axis.unit:
-            parts.append(_text(_LEFT, _TOP + 6, "start", escape(axis.name)))
+            parts.append(_text(_LEFT, _TOP + 6, "start", axis.name))
         return parts
 
     # ---------------------------------------------------------------- shapes
@@ -179,20 +176,6 @@ class _Drawing:
         )
 
 
-def _ticks(axis: Axis) -> dict[float, str]:
-    """Returns amount → its name; round numbers where the axis has none of its own."""
-    if axis.ticks is not None:
-        return {k: "\n".join(map(escape, name.split("\n"))) for k, name in axis.ticks.items()}
-    if axis.unit == "bytes":
-        name, size = byte_unit(int(axis.high))
-        ticks = {k * size: f"{k:g} {name}" for k in round_numbers(axis.high / size, 5)}
-    elif axis.unit == "seconds":
-        ticks = {k: format_seconds(k) for k in round_numbers(0.93 * axis.high, 5)}
-    else:
-        ticks = {k: f"{k:g}" for k in round_numbers(axis.high, 4)}
-    return {amount: name for amount, name in ticks.items() if amount >= axis.low}
-
-
 def _rect(shape: Shape, look: str, x: float, y: float, width: float, height: float) -> str:
     """Draws a rectangle that says its title on hover; the names in it are shortened already."""
     title = html.escape(shape.title or shape.label)
@@ -204,4 +187,4 @@ def _rect(shape: Shape, look: str, x: float, y: float, width: float, height: flo
 
 
 def _text(x: float, y: float, anchor: str, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

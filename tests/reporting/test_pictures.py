@@ -53,8 +53,8 @@ def test_memory_has_both_curves_the_budget_and_the_measured_peak(tmp_path):
         "measured peak 8 B",
     ]
     (axes,) = figure.axes
-    assert axes.get_ylabel() == "bytes alive (B)"
-    assert axes.get_xlabel() == "time in the step (s)"
+    assert axes.get_ylabel() == "bytes alive"
+    assert axes.get_xlabel() == "time in the step"
     plain, _, plan, _ = axes.patches[1:] if len(axes.patches) == 5 else axes.patches[-4:]
     assert list(plain.get_data().values) == [4, 5, 11, 11, 7]
     assert list(plan.get_data().values) == [4, 5, 7, 7, 5, 7]
@@ -89,7 +89,7 @@ def test_schedule_of_a_large_graph_has_a_row_per_value():
     figure = wide_plan().plot("schedule")
     assert "computed again" in labels(figure)
     (axes,) = figure.axes
-    assert axes.get_xlabel() == "time in the step (ms)"
+    assert axes.get_xticklabels()[1].get_text().endswith(" ms")
 
 
 def test_overhead_has_the_plans_own_point():
@@ -118,10 +118,10 @@ def test_speed_of_every_epoch():
     )
     figure = report.plot("speed")
     assert set(labels(figure)) == {"epoch", "plain step (measured), 20/s", "limit 1 MiB"}
-    assert [axes.get_ylabel() for axes in figure.axes] == ["samples/s", "measured peak (MiB)"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["samples/s", "measured peak"]
     assert "limit 1 MiB" in labels(report.plot("memory"))
     report.events.append(Event(0, "predicted", "The allocator keeps no statistics."))
-    assert report.plot("speed").axes[1].get_ylabel() == "predicted peak (MiB)"
+    assert report.plot("speed").axes[1].get_ylabel() == "predicted peak"
 
 
 def test_batch_sizes():
