@@ -18,7 +18,7 @@ its work is done.
    goes on for longer, and step 4 follows.
 6. Annealing from nothing, annealing from the best schedule, and
    :mod:`keras_remat.solvers.search.neighbourhoods` take turns: what still improves gets the time
-   (:mod:`keras_remat.solvers.search.turns`).
+   (:mod:`keras_remat.solvers.search.round_robin`).
 7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
@@ -36,7 +36,7 @@ Every schedule is checked by :func:`keras_remat.core.validate.validate` before i
 ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
 through. The bound is that of step 3 or 7; both hold for every legal order.
 
-All steps but 3 and 7 end by counted work (:func:`keras_remat.core.deadline.effort_s`), and a
+All steps but 3 and 7 end by counted work (:func:`keras_remat.core.deadline.work_budget_s`), and a
 schedule replaces another only if it is faster by more than the tolerance of the proofs. So the same
 seed gives the same schedule, unless the clock ends one of these steps after all: on a machine that
 is very busy or very slow. How far the *bound* gets depends on the clock.
@@ -52,7 +52,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 
-from keras_remat.core.deadline import Deadline, effort_s
+from keras_remat.core.deadline import Deadline, work_budget_s
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -64,7 +64,7 @@ from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp, dtr
 from keras_remat.solvers.search import anneal, backward, fetching, greedy, intervals, neighbourhoods
-from keras_remat.solvers.search.turns import Turns
+from keras_remat.solvers.search.round_robin import RoundRobin
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class _Search:
             partial(self._anneal, (anneal.LOOSE, anneal.COOL), share),
             partial(self._anneal, (anneal.STIFF, anneal.COOL), share),
         ]
-        turns = Turns(len(arms))
+        turns = RoundRobin(len(arms))
         for turn in range(OPTIONS.turns):
             if self.incumbent.proved or self.last.is_over:
                 return
@@ -287,7 +287,7 @@ class _Search:
         for score in OPTIONS.dtr_scores:
             left_s = max(0.1, self.deadline.share(OPTIONS.bounds_end).left_s())
             trial = Incumbent(self.problem, "dtr", left_s, patience=self.deadline.patience)
-            max_ops_run = int(OPTIONS.dtr_ops_per_s * effort_s(self.limit_s))
+            max_ops_run = int(OPTIONS.dtr_ops_per_s * work_budget_s(self.limit_s))
             dtr.solve(trial, self.seed, score=score, max_ops_run=max_ops_run)
             if trial.order is not None and self.offer(trial.order, "dtr"):
                 known.append(trial.order)

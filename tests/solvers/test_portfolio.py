@@ -72,11 +72,11 @@ def test_auto_is_as_good_as_its_parts() -> None:
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The work of two seconds under a time limit of a minute, so that the clock decides nothing."""
 
-    def effort_s(time_limit_s: float) -> float:
-        return deadline.effort_s(time_limit_s) / 30
+    def work_budget_s(time_limit_s: float) -> float:
+        return deadline.work_budget_s(time_limit_s) / 30
 
     for module in (auto, anneal, backward, greedy, intervals):
-        monkeypatch.setattr(module, "effort_s", effort_s)
+        monkeypatch.setattr(module, "work_budget_s", work_budget_s)
     monkeypatch.setattr(auto, "OPTIONS", replace(auto.OPTIONS, provable_ops=0))
     monkeypatch.setattr(cp_sat, "available", lambda: False)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_remat.core.deadline import NO_DEADLINE, Deadline, effort_s
+from keras_remat.core.deadline import NO_DEADLINE, Deadline, work_budget_s
 from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -120,7 +120,7 @@ def moves_for(problem: Problem, time_limit_s: float, *, compiled: bool) -> int:
         compiled: whether the moves are.
     """
     move_s = (MOVE_S + MOVE_S_PER_OP * len(problem.graph.needed)) * (1 if compiled else SLOWNESS)
-    return int(effort_s(time_limit_s) / move_s)
+    return int(work_budget_s(time_limit_s) / move_s)
 
 
 def improve(

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from keras_remat.core.deadline import NO_DEADLINE, Deadline, effort_s
+from keras_remat.core.deadline import NO_DEADLINE, Deadline, work_budget_s
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.errors import InfeasibleBudgetError
@@ -84,7 +84,7 @@ def both(problem: Problem, max_steps: int, deadline: Deadline) -> Iterator[tuple
 
 def steps_limit(time_limit_s: float) -> int:
     """Steps to look at within a time limit."""
-    return int(STEPS_PER_S * effort_s(time_limit_s))
+    return int(STEPS_PER_S * work_budget_s(time_limit_s))
 
 
 def search(

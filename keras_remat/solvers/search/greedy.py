@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
-from keras_remat.core.deadline import NO_DEADLINE, Deadline, effort_s
+from keras_remat.core.deadline import NO_DEADLINE, Deadline, work_budget_s
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -77,7 +77,7 @@ def solve_first(incumbent: Incumbent, seed: int) -> None:
 
 def steps_limit(time_limit_s: float) -> int:
     """Steps of all policies together within a time limit."""
-    return int(STEPS_PER_S * effort_s(time_limit_s))
+    return int(STEPS_PER_S * work_budget_s(time_limit_s))
 
 
 def candidates(

@@ -25,7 +25,7 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from keras_remat.core.deadline import Deadline, effort_s
+from keras_remat.core.deadline import Deadline, work_budget_s
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes, simulate
@@ -75,7 +75,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
 
 def work_limit(time_limit_s: float) -> float:
     """Units of CP-SAT's deterministic time for a time limit."""
-    return WORK_PER_S * effort_s(time_limit_s)
+    return WORK_PER_S * work_budget_s(time_limit_s)
 
 
 def improve(

@@ -1,4 +1,4 @@
-"""Whose turn it is: what still improves gets the time.
+"""Says whose turn it is: what still improves gets the time.
 
 Searches that take turns are worth different amounts on different problems, and at different times.
 One that finds nothing sits out a round of turns, after the next fruitless turn two, and so on; a
@@ -8,7 +8,7 @@ find makes it equal to the others again. Nobody is left out for good.
 from __future__ import annotations
 
 
-class Turns:
+class RoundRobin:
     """Chooses among ``count`` searches, the first one first."""
 
     def __init__(self, count: int):

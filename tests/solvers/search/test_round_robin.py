@@ -1,12 +1,12 @@
-"""Turns go round, and pass over who finds nothing, but not for ever."""
+"""Searches go round, and those that find nothing are passed over, but not for ever."""
 
 from __future__ import annotations
 
-from keras_remat.solvers.search.turns import Turns
+from keras_remat.solvers.search.round_robin import RoundRobin
 
 
 def played(finders: set[int], rounds: int) -> list[int]:
-    turns, order = Turns(3), []
+    turns, order = RoundRobin(3), []
     for _ in range(rounds):
         at = turns.next()
         order.append(at)
