@@ -1,7 +1,7 @@
 """One run of :mod:`shapes`, alone in a process: what other tests leave in the allocator comes and
 goes with the garbage collector.
 
-    python shapes_case.py LENGTHS EPOCHS SHARE SECONDS
+    python shapes_case.py LENGTHS EPOCHS BATCH SHARE SECONDS
 """
 
 import json
@@ -18,12 +18,12 @@ import keras_remat
 PLANNED = {"risk", "shape", "swap", "tighten"}
 
 
-def main(lengths, epochs, share, solve_s):
+def main(lengths, epochs, batch, share, solve_s):
     """Prints what the tests ask for."""
     if not keras_remat.enable_cpu_memory_stats():
         print(json.dumps(None))
         return
-    shapes.SOLVE_S = solve_s
+    shapes.SOLVE_S, shapes.BATCH = solve_s, batch
     plain = shapes.fit(lengths, epochs, None)
     limit = int(share * max(plain.watch.peaks))
     family = shapes.fit(lengths, epochs, limit)

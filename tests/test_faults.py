@@ -173,10 +173,13 @@ def test_first_plain_step_that_runs_out_of_memory(limits, undisturbed, monkeypat
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("a user's callback"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"]
-)
-@pytest.mark.parametrize(
-    "step", [1, pytest.param(3, marks=pytest.mark.slow), BATCHES + 3], ids="step {}".format
+    ("error", "step"),
+    [
+        (ValueError("a user's callback"), 1),
+        pytest.param(KeyboardInterrupt(), 3, marks=pytest.mark.slow),
+        (KeyboardInterrupt(), BATCHES + 3),
+    ],
+    ids=["exception, step 1", "Ctrl-C, step 3", "Ctrl-C, a settled step"],
 )
 def test_fit_that_another_callback_ends(limits, undisturbed, error, step):
     seen = Seen(step, error)

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def check(lengths, epochs, share, solve_s):
-    arguments = map(json.dumps, (lengths, epochs, share, solve_s))
+def check(lengths, epochs, batch, share, solve_s):
+    arguments = map(json.dumps, (lengths, epochs, batch, share, solve_s))
     said = own_process.came_of(TESTS / "shapes_case.py", *arguments)
     if said is None:
         pytest.skip("the allocator keeps no statistics")
@@ -26,8 +26,8 @@ def check(lengths, epochs, share, solve_s):
 
 
 def test_a_few_lengths_train_within_the_limit():
-    lengths = [96, 384, 128, 384, 320, 384, 96, 352, 320, 352]
-    planned = check(lengths, 2, 0.6, 2.0)["planned_lengths"]
+    lengths = [96, 384, 128, 384, 320, 384, 96, 320, 384, 320]
+    planned = check(lengths, 2, 4, 0.6, 2.0)["planned_lengths"]
     assert 384 in planned
     assert 96 not in planned
 
@@ -36,4 +36,4 @@ def test_a_few_lengths_train_within_the_limit():
 def test_bucketed_lengths_from_32_to_512_train_within_the_limit():
     lengths = [*range(32, 513, 32)] * 4
     random.Random(0).shuffle(lengths)
-    check(lengths, 3, 0.5, 10.0)
+    check(lengths, 3, 16, 0.5, 10.0)

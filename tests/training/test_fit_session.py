@@ -518,6 +518,7 @@ def weighted_regression(samples):
     return model, data
 
 
+@pytest.mark.slow
 def test_pieces_and_recomputation_chosen_by_time_train_as_the_whole_batch():
     """Every number of pieces that is tried trains batches; so does the odd last one.
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from own_process import came_of
 
-#: Cases that are run together: starting a process takes longer than each of them.
-TOGETHER = ("refusals", "undone", "memory", "embedding", "packs", "resident")
+#: Cases that are run together, those of one test file: starting a process takes longer than each of
+#: them.
+TOGETHER = (("packs", "embedding", "refusals"), ("resident", "memory", "undone", "models"))
 
 
 def outcome(case):
     """Returns what came of a case."""
-    return _run(TOGETHER if case in TOGETHER else (case,))[case]
+    return _run(next((cases for cases in TOGETHER if case in cases), (case,)))[case]
 
 
 @functools.cache

@@ -63,7 +63,7 @@ def test_what_replicas_share_until_it_is_written_is_counted_before_the_first_ste
     ("name", "said"), [("xla", "jit_compile=True"), ("outside", "strategy.scope()")]
 )
 def test_models_that_cannot_be_scheduled_are_refused(name, said):
-    assert said in outcome("refusals")[name]
+    assert said in outcome("models")[name]
 
 
 def strategies():
