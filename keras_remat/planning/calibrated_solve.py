@@ -347,9 +347,10 @@ def within_budget(
         InfeasibleBudgetError, ScheduleNotFoundError: none was found; the second one has the
             candidate that came closest.
     """
-    check_floor(problem.with_budget(budget_bytes))
+    within = problem.with_budget(budget_bytes)
+    check_floor(within)
     # may compile, which is no solver's time; remembered
-    memory.peak_bytes(problem, Schedule.store_all(problem.graph))
+    memory.peak_bytes(within, Schedule.store_all(problem.graph))
     most_s = min(time_limit_s, clock_s)
     deadline_s = time.perf_counter() + most_s
     search = BudgetSearch(problem, budget_bytes, memory, solver, seed)

@@ -225,7 +225,10 @@ def plan_of(
         problem.graph.fingerprint,
         budget_bytes,
         found.solution,
-        Usage(problem.store_all_time_s, memory.peak_bytes(problem, store_all)),
+        Usage(
+            problem.store_all_time_s,
+            memory.peak_bytes(problem.with_budget(budget_bytes), store_all),
+        ),
         predicted,
         compiled=predicted if found.is_exact else None,
         profile_source=problem.profile.source,

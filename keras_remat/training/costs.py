@@ -158,7 +158,8 @@ class StepCosts:
         it is remembered: every look at a step asks, and it took 22 ms for 250 variables."""
         if self._unmeasured is not None and self._unmeasured[0] is costs:
             return self._unmeasured[1]
-        nbytes = costs.traced.plain_peak_bytes(costs.problem, self._backend.memory)
+        problem = costs.problem.with_budget(self._fit.limit.usable_bytes)
+        nbytes = costs.traced.plain_peak_bytes(problem, self._backend.memory)
         if not self._backend.device.has_statistics:
             self._unmeasured = costs, nbytes
         return nbytes

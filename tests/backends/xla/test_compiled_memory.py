@@ -5,6 +5,7 @@ from fake_backend import chain_problem
 from keras_remat.backends.xla.compiled_memory import (
     FIRST_RATIO,
     GPU_FIRST_RATIO,
+    RULED_OUT,
     CompiledMemory,
 )
 from keras_remat.core.schedule import Schedule
@@ -47,6 +48,32 @@ def test_where_compiling_tells_every_schedule_is_compiled_once():
         assert memory.peak_bytes(PROBLEM, STORE_ALL) == RESIDENT + MOST
         assert memory.compiled_peak_bytes(PROBLEM, TIGHT) == RESIDENT + 500
     assert asked == [None, TIGHT]
+
+
+def test_a_plain_step_far_over_the_budget_by_another_size_of_it_is_not_compiled():
+    asked, larger = [], chain_problem(8)
+    most = simulate(larger, STORE_ALL).peak_bytes - larger.profile.resident_bytes
+
+    def compiled(problem, schedule):
+        asked.append(problem.graph.fingerprint)
+        return MOST if problem.graph == PROBLEM.graph else most
+
+    def within(problem, share):
+        store_all = Schedule.store_all(problem.graph)
+        room = int(share * (simulate(problem, store_all).peak_bytes - RESIDENT))
+        return problem.with_budget(RESIDENT + room)
+
+    memory = CompiledMemory(compiled)
+    # the first of its kind, whatever the budget
+    assert memory.peak_bytes(within(PROBLEM, 0.5), STORE_ALL) == RESIDENT + MOST
+    told = memory.peak_bytes(within(larger, 0.99 / RULED_OUT), STORE_ALL)
+    assert asked == [PROBLEM.graph.fingerprint]
+    # near the budget, without one, and of other ops
+    assert memory.peak_bytes(within(larger, 1.01 / RULED_OUT), STORE_ALL) == told
+    assert asked == [PROBLEM.graph.fingerprint, larger.graph.fingerprint]
+    other = chain_problem(4, layers=5)
+    memory.peak_bytes(within(other, 0.5), Schedule.store_all(other.graph))
+    assert asked[-1] == other.graph.fingerprint
 
 
 def test_what_was_compiled_serves_schedules_that_were_not():
