@@ -123,11 +123,8 @@ def search_batch_size(
     search.begin(min(start // multiple, search.at_most), solver, OPTIONS.solve * quick_s)
     search.bisect(solver, OPTIONS.solve * quick_s, try_again=late_solver is None)
     if late_solver is not None:
-        native.is_compiled(OPTIONS.compiling * late_s)  # waits for that
         search.afterwards_s = afterwards_s
-        improving_s = late_s / OPTIONS.patience + max(0.0, search.work.left_s())
-        search.work = SearchWork(improving_s, deadline_s)
-        search.bisect_and_improve(late_solver, improving_s)
+        search.go_on(late_solver, late_s, deadline_s)
     return replace(search.result(), fit=scaling.fit, time_limit_s=clock_s).times(multiple)
 
 
@@ -257,6 +254,13 @@ class SizeSearch:
                     step / 2 if step > OPTIONS.resolution else OPTIONS.first_step,
                     failures + 1,
                 )
+
+    def go_on(self, solver: str, late_s: float, deadline_s: float) -> None:
+        """Searches on with a thorough solver, in so many seconds and what is left of the others."""
+        native.is_compiled(OPTIONS.compiling * late_s)  # waits for that
+        improving_s = late_s / OPTIONS.patience + max(0.0, self.work.left_s())
+        self.work = SearchWork(improving_s, deadline_s)
+        self.bisect_and_improve(solver, improving_s)
 
     def bisect_and_improve(self, solver: str, seconds: float) -> None:
         """Tries new orders first, then improves the best of them, in so many seconds of work."""

@@ -15,10 +15,8 @@ An input of the running op that is read again later can go too where its buffer 
 Evicting late costs nothing: the derived lifetime of an evicted value ends at its last read, not at
 the moment of the decision.
 
-One file, though long: all of it reads and changes the state of one pass. DTR's own walk
-(:mod:`keras_remat.solvers.papers.dtr`) is another one on purpose: it locks inputs before they are
-there, takes the first that is missing, and may go over its budget. One walk with both rules would
-be longer than the two, and each step of it slower.
+DTR's own walk (:mod:`keras_remat.solvers.papers.dtr`) is another one on purpose: it locks inputs
+before they are there, takes the first that is missing, and may go over its budget.
 """
 
 from __future__ import annotations
