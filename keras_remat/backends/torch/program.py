@@ -9,7 +9,8 @@
   precedes the update.
 * Memory that is made and then filled (``empty``, then ``copy_``) is one node. A copy of a whole
   dense tensor into such memory is the tensor itself: autograd makes one for every weight under a
-  recorder, and none without.
+  recorder, and none without. So is a copy of a copy that lies as the tensor does: Keras's
+  convolutions copy every image to channels first, and back.
 * A call over lists of all weights is several nodes (:mod:`.updates`).
 * The state of PyTorch's own generator is a value that goes from draw to draw: drawing is pure in
   any order. What it is left in is set once all draws were made.
@@ -142,6 +143,7 @@ class Program:
         self._alias: dict[int, int] = {}  # tensor → one that lies just so
         self._current: dict[int, int] = {}  # storage → value
         self._unfilled: dict[int, Call] = {}  # storage → the call that made it
+        self._copied: dict[int, tuple[int, int]] = {}  # value → tensor it is a copy of, its value
         self._outside: set[int] = set()  # storages of inputs and constants
         self._readers: dict[int, set[int]] = {}  # storage outside → nodes, since the last write
         self._writer: dict[int, int] = {}  # storage outside → node that wrote it last
@@ -299,7 +301,7 @@ class Program:
             self._take_view(call)
         elif call.operator in _UNFILLED and call.outputs[0] is not None:
             self._unfilled[self._storage(call.outputs[0])] = call
-        elif not self._is_the_tensor_itself(call):
+        elif not (self._is_the_tensor_itself(call) or self._is_copied_back(call)):
             self._take_node(call)
 
     def _is_view(self, call: Call) -> bool:
@@ -330,7 +332,29 @@ class Program:
         storage = self._storage(target)
         if storage not in self._unfilled or not isinstance(source, Ref) or call.predicate:
             return False
-        copied, made = self.layouts[source.number], self.layouts[target]
+        itself = self._lies_as(source.number, target)
+        if itself:
+            del self._unfilled[storage]
+        return itself
+
+    def _is_copied_back(self, call: Call) -> bool:
+        """Takes a copy of a copy of a whole tensor that lies as the tensor does, which is no node,
+        where neither was written meanwhile."""
+        if call.operator is not aten.clone.default or call.predicate:
+            return False
+        source, (made,) = call.args[0].number, call.outputs
+        assert made is not None
+        value = self._current.get(self._storage(source))
+        if value not in self._copied or not self.is_whole(self.canonical(source), value):
+            return False
+        number, before = self._copied[value]
+        is_current = self._current.get(self._storage(number)) == before
+        return is_current and self._lies_as(number, made)
+
+    def _lies_as(self, number: int, copy: int) -> bool:
+        """Returns whether a tensor is all of its storage, and lies there as its copy would; then
+        the copy is that tensor from now on."""
+        copied, made = self.layouts[number], self.layouts[copy]
         itself = (
             copied.is_same(made)
             and copied.offset == 0
@@ -338,12 +362,11 @@ class Program:
             and copied.storage not in self._outside
             and copied.storage in self._current
             and self.recording.storage_bytes[copied.storage]
-            == self.recording.storage_bytes[storage]
+            == self.recording.storage_bytes[made.storage]
         )
         if itself:
-            self._current[storage] = self._current[copied.storage]
-            del self._unfilled[storage]
-            self._alias[self.canonical(target)] = self.canonical(source.number)
+            self._current[made.storage] = self._current[copied.storage]
+            self._alias[self.canonical(copy)] = self.canonical(number)
         return itself
 
     def _take_node(self, call: Call) -> None:
@@ -435,6 +458,9 @@ class Program:
                 raise UnsupportedModelError(f"{call.operator} returns a new tensor and a view.")
             self._current[storage] = self._new_value(number, node.id)
             node.outputs.append((number, self._current[storage]))
+        if call.operator is aten.clone.default and not call.predicate:
+            copied = call.args[0].number
+            self._copied[self._current[storage]] = copied, node.reads[copied]
 
     def _state_for(self, call: Call) -> tuple[str, int] | None:
         """Returns the kind of device whose hidden generator a call draws from, and the value of

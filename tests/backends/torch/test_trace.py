@@ -140,6 +140,20 @@ def test_a_batch_of_shapes_alone_is_traced_as_one_of_arrays():
     assert backend.trace(model, larger).graph.fingerprint != fingerprint
 
 
+def test_an_image_is_not_copied_to_channels_first_and_back():
+    """As Keras's convolutions do; what is copied there for good (by pooling) still is."""
+    inner = [lambda filters=n: layers.Conv2D(filters, 3, use_bias=False) for n in (6, 7)]
+    model, data = ready(models.images(*inner, lambda: layers.MaxPooling2D(2)))
+    graph = load_backend().trace(model, data).graph
+    copies = {
+        graph.values[op.outputs[0]].shape
+        for op in graph.ops
+        if op.id in graph.needed and op.kind == "clone.default"
+    }
+    assert (4, 6, 10, 10) not in copies
+    assert (4, 7, 8, 8) in copies
+
+
 def test_what_is_written_is_written_once_and_after_all_readers():
     model, data = ready(models.CASES["sgd"])
     traced = load_backend().trace(model, data)
