@@ -28,15 +28,29 @@ def check_dense(leaf: Any) -> None:
         )
 
 
+def leaves_of(batch: Any) -> list[Any]:
+    """Returns the leaves of a batch as ``keras.tree.flatten`` does, in its order.
+
+    On PyTorch that function leaves what it is given in reference cycles: batches of steps before
+    would be in memory until Python collects garbage.
+    """
+    if type(batch) in (tuple, list):
+        return [leaf for one in batch for leaf in leaves_of(one)]
+    import keras
+
+    is_nested = keras.tree.is_nested
+    if type(batch) is dict and not any(map(is_nested, batch.values())):
+        return [batch[key] for key in sorted(batch)]
+    return list(keras.tree.flatten(batch)) if is_nested(batch) else [batch]
+
+
 def batch_size_of(batch: Any) -> int:
     """Returns samples in a batch: the first dimension of its first array.
 
     Raises:
         ValueError: no array in it has a first dimension.
     """
-    import keras
-
-    for leaf in keras.tree.flatten(batch):
+    for leaf in leaves_of(batch):
         shape = getattr(leaf, "shape", None)
         if shape is not None and len(shape) > 0 and shape[0] is not None:
             return int(shape[0])
@@ -45,10 +59,8 @@ def batch_size_of(batch: Any) -> int:
 
 def batch_bytes(batch: Any) -> int:
     """Returns bytes of the numbers in a batch; those of strings are not known."""
-    import keras
-
     total = 0
-    for leaf in keras.tree.flatten(batch):
+    for leaf in leaves_of(batch):
         if leaf is not None:
             size: Any = getattr(leaf.dtype, "size", None) or getattr(leaf.dtype, "itemsize", 0)
             total += int(size) * math.prod(leaf.shape)

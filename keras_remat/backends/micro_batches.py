@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.batches import batch_size_of, leaves_of
 from keras_remat.backends.keras_private import layers, masks, wrapped
 from keras_remat.errors import UnsupportedModelError
 
@@ -239,10 +239,8 @@ def _check_values(name: str, values: Any, predicted: Any) -> None:
 def check_samples(batch: Any) -> None:
     """Raises :class:`UnsupportedModelError` where an array of a batch does not have the batch's
     samples in its first dimension: it could not be split as the others are."""
-    import keras
-
     samples = batch_size_of(batch)
-    for leaf in keras.tree.flatten(batch):
+    for leaf in leaves_of(batch):
         if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != samples):
             raise UnsupportedModelError(
                 f"The batch cannot be split into micro-batches: an array of shape "

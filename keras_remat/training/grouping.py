@@ -11,7 +11,7 @@ from typing import Any, Self
 import keras
 import numpy as np
 
-from keras_remat.backends.batches import batch_size_of, sliced
+from keras_remat.backends.batches import batch_size_of, leaves_of, sliced
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -38,7 +38,7 @@ class HeldBatches:
                 or do not have the shapes of those that are held.
         """
         size = batch_size_of(batch)
-        for leaf in keras.tree.flatten(batch):
+        for leaf in leaves_of(batch):
             if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != size):
                 raise UnsupportedModelError(
                     f"Batches cannot be joined: an array of shape {tuple(leaf.shape)} does not "
@@ -110,5 +110,4 @@ def _joined(*leaves: Any) -> Any:
 
 def _sample_shapes(batch: Any) -> list[Any]:
     """Returns the shape of one sample in every array of a batch."""
-    flat = keras.tree.flatten(batch)
-    return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in flat]
+    return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in leaves_of(batch)]

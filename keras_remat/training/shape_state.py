@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, Self
 
 from keras_remat.backends.base import ProfileRecorder, RunStep, TracedStep
+from keras_remat.backends.batches import leaves_of
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
@@ -36,7 +37,7 @@ def signature_of(batch: Any) -> Signature:
         None
         if leaf is None
         else (tuple(leaf.shape), getattr(leaf.dtype, "name", str(leaf.dtype)), structure)
-        for leaf in keras.tree.flatten(batch)
+        for leaf in leaves_of(batch)
     )
 
 

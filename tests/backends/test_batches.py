@@ -1,11 +1,15 @@
 """Batches to plan with."""
 
+import gc
+import weakref
+from collections import OrderedDict
+
 import keras
 import numpy as np
 import pytest
 import scipy.sparse
 
-from keras_remat.backends.batches import batch_bytes, batch_size_of
+from keras_remat.backends.batches import batch_bytes, batch_size_of, leaves_of
 from keras_remat.backends.example_batches import check_shapes, example_batch, fixed_batch
 from keras_remat.errors import UnknownBatchError, UnsupportedModelError
 
@@ -39,6 +43,22 @@ def test_bytes_are_those_of_the_numbers():
     arrays = np.ones((4, 3), "float32"), {"a": np.ones((4,), "int64"), "b": None}
     assert batch_bytes(arrays) == 4 * 3 * 4 + 4 * 8
     assert batch_bytes(keras.tree.map_structure(keras.ops.convert_to_tensor, arrays[0])) == 48
+
+
+def test_leaves_are_those_of_keras_and_are_not_held():
+    """On PyTorch Keras's function holds what it is given until garbage is collected."""
+    batch = {"b": 1, "a": (2, None, OrderedDict(d=3, c={"f": 4, "e": 5})), "c": [6]}
+    assert leaves_of(batch) == keras.tree.flatten(batch)
+    array = np.ones((2, 3), np.float32)
+    watch = weakref.ref(array)
+    gc.disable()
+    try:
+        assert batch_size_of(({"x": array},)) == 2
+        assert batch_bytes([array]) == 24
+        del array
+        assert watch() is None
+    finally:
+        gc.enable()
 
 
 def test_specs_become_arrays_and_arrays_stay():

@@ -19,10 +19,9 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, TypeVar
 
-import keras
 import torch
 
-from keras_remat.backends.batches import batch_bytes
+from keras_remat.backends.batches import batch_bytes, leaves_of
 from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.torch import private
 from keras_remat.backends.torch.variables import held_bytes, watch_gradients
@@ -55,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
     """Returns what tells batches of one shape from those of another."""
-    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    leaves = [leaf for leaf in leaves_of(batch) if leaf is not None]
     return tuple((tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for leaf in leaves)
 
 

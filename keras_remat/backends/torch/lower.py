@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import torch
 
+from keras_remat.backends.batches import leaves_of
 from keras_remat.backends.torch.device import Device
 from keras_remat.backends.torch.recorder import Ref, Scalar
 from keras_remat.backends.torch.trace import TorchTracedStep, as_tensors
@@ -37,7 +38,7 @@ class LoweredStep:
 
     def _run(self, batch: Any) -> Any:
         traced = self.traced
-        leaves = [leaf for leaf in keras.tree.flatten(as_tensors(batch)) if leaf is not None]
+        leaves = [leaf for leaf in leaves_of(as_tensors(batch)) if leaf is not None]
         own = traced.places.own
         given = [
             own[at].tensor if at < len(own) else leaves[at - len(own)] for at in self._writer.inputs

@@ -22,7 +22,7 @@ import torch
 
 from keras_remat.backends import keras_private
 from keras_remat.backends.base import TracedStep
-from keras_remat.backends.batches import check_dense
+from keras_remat.backends.batches import check_dense, leaves_of
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.torch import in_place, private
@@ -136,7 +136,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
             line of Python where it is known.
     """
     check_supported(model)
-    for leaf in keras.tree.flatten(batch):
+    for leaf in leaves_of(batch):
         check_dense(leaf)
     batch = as_tensors(batch)
     _build(model, batch)
