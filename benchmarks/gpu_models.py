@@ -8,14 +8,17 @@ Plans are made first, on any machine with the extra ``cards``, and travel with t
 
 All processes prepare side by side and then take turns at the GPU (:mod:`turns`), so that each is
 timed alone. ``OUT/rows.jsonl`` grows with every row, and ``OUT/report.md`` is written at the end;
-``--read OUT`` writes it again. Bytes are above what is resident. On JAX *deviceless* is what the
-compiler said without the card, *on the card* the most that the allocator had handed out.
+``--read OUT`` writes it again. ``--torch-only --equal-bytes`` sets each peer on PyTorch beside a
+plan for the bytes that it takes, on a CPU, too (``--factor 0.125``, one model at a time). Bytes are
+above what is resident. On JAX *deviceless* is what the compiler said without the card, *on the
+card* the most that the allocator had handed out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -66,6 +69,9 @@ def parser() -> argparse.ArgumentParser:
     only = words.add_mutually_exclusive_group()
     only.add_argument("--jax-only", action="store_true", help="no other framework")
     only.add_argument("--torch-only", action="store_true", help="no other framework")
+    words.add_argument(
+        "--equal-bytes", action="store_true", help="on PyTorch, only plans for peers' bytes"
+    )
     words.add_argument("--factor", type=float, default=2, help="on the batch sizes of cards.py")
     words.add_argument("--patience", type=float, default=150.0, help="seconds until turns begin")
     words.add_argument("--timeout", type=float, default=280.0, help="seconds of one process")
@@ -115,7 +121,8 @@ def jobs(options: Any) -> Iterator[tuple[str, str, dict[str, Any], dict[str, str
     if not options.jax_only:
         for name in options.torch_models.split(","):
             words = {"name": name, "policy": TORCH_MODELS[name], "factor": options.factor}
-            words["bits"] = name not in options.no_bits.split(",")
+            words["equal_bytes"] = options.equal_bytes
+            words["bits"] = not options.equal_bytes and name not in options.no_bits.split(",")
             variables = {"KERAS_BACKEND": "torch", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
             yield "gpu_models_torch_case.py", "torch", words, variables
 
@@ -245,7 +252,7 @@ def torch_table(rows: list[dict[str, Any]]) -> list[str]:
     )]  # fmt: skip
     keras_ms = {row["name"]: row["ms"] for row in of if row.get("step") == "Keras"}
     for row in of:
-        if "ms" in row:
+        if "step" in row and "ms" in row:
             predicted, own = row.get("predicted_mib"), keras_ms.get(row["name"])
             lines.append(
                 line_of(
@@ -261,9 +268,31 @@ def torch_table(rows: list[dict[str, Any]]) -> list[str]:
                     )
                 )
             )
-    lines += [f"\n{row['name']}: {row.get('failed') or row.get('step', '') + ': ' + row['refused']}"
-              for row in of if "failed" in row or "refused" in row]  # fmt: skip
+    lines += peers_table(of)
+    for row in of:
+        if "failed" in row or "refused" in row:
+            step = row.get("step") or row.get("peer", "")
+            said = row["failed"] if "failed" in row else f"{step}: {row['refused']}"
+            lines.append(f"\n{row['name']}: {said}")
     return lines
+
+
+def peers_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the table of plans for the bytes of peers, where there are any."""
+    lines = [
+        line_of(
+            (
+                row["name"],
+                row["peer"],
+                *(f"{row[key]:.1f}" for key in ("peer_mib", "mib", "peer_ms", "ms")),
+                f"{row['ms'] / row['peer_ms']:.2f}",
+            )
+        )
+        for row in rows
+        if "peer_ms" in row
+    ]
+    columns = ("model", "peer", "its MiB", "plan's MiB", "its ms", "plan's ms", "plan's share")
+    return ["", head(columns, 2), *lines] if lines else []
 
 
 def failures(rows: list[dict[str, Any]], said: Any) -> list[str]:
@@ -280,6 +309,8 @@ def failures(rows: list[dict[str, Any]], said: Any) -> list[str]:
         predicted, took = row.get("predicted_mib"), row.get("allocated_mib")
         if predicted and took and abs(took / predicted - 1) > WORST_ERROR:
             found.append(f"{row['name']}, {row['step']}: off by {took / predicted - 1:+.1%}")
+        if row.get("ms", 0) > row.get("peer_ms", math.inf):
+            found.append(f"{row['name']}: slower than {row['peer']} at its bytes")
         is_told = row.get("step") == "bits" and row["again"]["weights_equal"]
         if is_told and not row["planned"]["weights_equal"]:
             found.append(f"{row['name']}: weights differ by {row['planned']['largest']:.1e}")

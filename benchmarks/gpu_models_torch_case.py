@@ -1,8 +1,10 @@
 """One model of ``gpu_models.py`` on PyTorch: ``python gpu_models_torch_case.py WORDS`` (JSON).
 
 Bits are compared with Keras's own ``fit`` under PyTorch's deterministic kernels. Bytes are the
-caching allocator's, above what is resident; plans, Keras's own step and peers are timed one after
-the other, in this process's turn.
+allocator's, above what is resident; plans, Keras's own step and peers are timed one after the
+other, in this process's turn. With ``equal_bytes`` each peer is measured instead beside a plan for
+the bytes that it takes, step by step in turns; on a CPU in the seconds of all threads, which other
+processes lengthen less.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from statistics import median
 from typing import Any
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 import turns
 from gpu_models_case import batch_of
+from gpu_torch_case import profiled
 from model_parts import parts
 from rows import MIB
 
@@ -30,7 +34,12 @@ from keras_remat.errors import RematError
 
 #: Of what store-all adds to the resident bytes.
 SHARES = (1.0, 0.7, 0.5, 0.35, 0.25)
-CALLS, PART_LAYERS = 10, 4
+CALLS, TURNS = 10, 5
+#: Layers that a part has at least which ``torch.utils.checkpoint`` runs: half a block of the
+#: transformers, and a block.
+PART_LAYERS = (4, 8)
+#: Seconds that a plan for a peer's bytes is looked for.
+SOLVE_S = 10.0
 
 
 def built(name: str, factor: float, scope: Any = None) -> tuple[Any, Any]:
@@ -41,26 +50,56 @@ def built(name: str, factor: float, scope: Any = None) -> tuple[Any, Any]:
     return model, batch_of(model, cards_case.MODELS[name][1], int(factor * size))
 
 
-def checkpointed(model: Any) -> None:
+class Part(keras.layers.Layer):
+    """A part of a model that runs in training, also where it is called once more in the backward
+    phase, outside of the model's call.
+
+    Args:
+        function: the part.
+    """
+
+    def __init__(self, function: keras.Function):
+        super().__init__(autocast=False)
+        self.function = function
+        self.built = True
+
+    def call(self, values: Any, training: Any = None) -> Any:
+        return keras.tree.flatten(self.function(values))
+
+
+def checkpointed(model: Any, least: int) -> None:
     """Has the parts of a functional model run under ``torch.utils.checkpoint``."""
     from torch.utils.checkpoint import checkpoint
 
-    pieces = parts(model, PART_LAYERS)
+    pieces = [Part(function) for function, _ in parts(model, least)]
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
         made = dict(zip(map(id, model.inputs), keras.tree.flatten(inputs), strict=True))
-        for function, _ in pieces:
-            given = [made[id(x)] for x in keras.tree.flatten(function.inputs)]
+        for part in pieces:
+            given = [made[id(x)] for x in keras.tree.flatten(part.function.inputs)]
             results = checkpoint(
-                lambda *values, function=function: keras.tree.flatten(function(list(values))),
+                lambda *values, part=part: part(list(values), training=True),
                 *given,
                 use_reentrant=False,
             )
-            made.update(zip(map(id, keras.tree.flatten(function.outputs)), results, strict=True))
+            outputs = keras.tree.flatten(part.function.outputs)
+            made.update(zip(map(id, outputs), results, strict=True))
         outputs = [made[id(x)] for x in model.outputs]
         return outputs if len(outputs) > 1 else outputs[0]
 
     model.call = call
+
+
+def peers() -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:
+    """Yields peers: what each is called, the scope in which a model is built, and what is done to
+    it then."""
+    yield "keras.RematScope", keras.RematScope(mode="full"), None
+    for least in PART_LAYERS:
+        yield (
+            f"torch checkpoint, parts of {least}",
+            None,
+            lambda model, least=least: checkpointed(model, least),
+        )
 
 
 def bits(name: str, factor: float) -> dict[str, Any]:
@@ -121,18 +160,11 @@ def steps(name: str, factor: float) -> Any:
     batch = backend.example_batch(model, arrays)
     traced = backend.trace(model, batch)
     before = backend.device.in_use_bytes()
-    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced, before))
     prepared: list[tuple[dict[str, Any], Callable[[], Any]]] = []
     with preserved_state(backend, model):
+        problem = profiled(backend, traced, batch)
+        resident = problem.profile.resident_bytes
         store_all = keras_remat.Schedule.store_all(traced.graph)
-        step, recorder = backend.lower(traced, problem, store_all), backend.recorder()
-        step(batch)
-        resident = backend.device.in_use_bytes()
-        if recorder.start():
-            for _ in range(3):
-                backend.measure(lambda: step(batch))
-            profile = recorder.stop(step, resident)
-            problem = problem if profile is None else keras_remat.Problem(traced.graph, profile)
         most = keras_remat.simulate(problem, store_all).peak_bytes - resident
         for share in SHARES:
             try:
@@ -171,22 +203,85 @@ def steps(name: str, factor: float) -> Any:
 
 
 def _peers(name: str, factor: float, backend: Any) -> Any:
-    for which, scope, change in (
-        ("keras.RematScope", keras.RematScope(mode="full"), None),
-        ("torch checkpoint", None, checkpointed),
-    ):
+    for which, scope, change in peers():
         try:
-            model, arrays = built(name, factor, scope)
-            if change is not None:
-                change(model)
-            call = keras_step(model, arrays)
-            call()
+            call, model, _ = peer_step(name, factor, scope, change)
             for v in model.trainable_variables:
                 v.value.grad = None
             resident = backend.device.in_use_bytes()
             yield {"step": which} | measured(backend.device, call, resident)
         except Exception as error:  # whatever a peer raises is its row
             yield {"step": which, "refused": f"{type(error).__name__}: {error}"[:200]}
+
+
+def peer_step(
+    name: str, factor: float, scope: Any, change: Callable[[Any], None] | None
+) -> tuple[Callable[[], Any], Any, Any]:
+    """Returns a peer's step, which has run once, its model, and what tells its bytes."""
+    model, arrays = built(name, factor, scope)
+    backend = load_backend()
+    backend.check(model)
+    batch = backend.example_batch(model, arrays)
+    if change is not None:
+        change(model)
+    model.make_train_function()
+
+    def call() -> Any:
+        return backend.device.run(("plain",), batch, lambda given: model.train_function([given]))
+
+    call()
+    return call, model, backend
+
+
+def equal_bytes(name: str, factor: float) -> Any:
+    """Yields for every peer what it takes, and what a plan for as many bytes takes."""
+    model, arrays = built(name, factor)
+    ours = load_backend()
+    ours.check(model)
+    batch = ours.example_batch(model, arrays)
+    traced = ours.trace(model, batch)
+    with preserved_state(ours, model):
+        problem = profiled(ours, traced, batch)
+        resident = problem.profile.resident_bytes
+        for which, scope, change in (("Keras", None, None), *peers()):
+            row: dict[str, Any] = {"peer": which}
+            try:
+                call, other, backend = peer_step(name, factor, scope, change)
+                added = max(added_bytes(backend.device, other, call) for _ in range(2))
+                row["peer_mib"] = added / MIB
+                limited = problem.with_budget(resident + added)
+                solution = keras_remat.solve(limited, solver="auto", time_limit_s=SOLVE_S)
+            except Exception as error:  # whatever a peer raises is its row
+                yield row | {"refused": f"{type(error).__name__}: {error}"[:200]}
+                continue
+            run = ours.lower(traced, problem, solution.schedule)
+            took = max(added_bytes(ours.device, model, lambda run=run: run(batch)) for _ in "12")
+            predicted = ours.memory.peak_bytes(problem, solution.schedule) - resident
+            row |= {"mib": took / MIB, "predicted_mib": predicted / MIB}
+            yield row | in_turns(call, lambda run=run: run(batch))
+            del call, other, run
+
+
+def added_bytes(device: Any, model: Any, call: Callable[[], Any]) -> int:
+    """Returns what a step adds to what is in use without gradients of the step before."""
+    left = (v.value.grad for v in model.trainable_variables)
+    resident = device.in_use_bytes() - sum(g.nbytes for g in left if g is not None)
+    return int(device.measure(call)[1].peak_bytes) - resident
+
+
+def in_turns(peer: Callable[[], Any], ours: Callable[[], Any]) -> dict[str, float]:
+    """Returns milliseconds of two steps that take turns: of the clock on a GPU, of all threads on a
+    CPU."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    spans: dict[str, list[float]] = {"peer_ms": [], "ms": []}
+    for _ in range(TURNS):
+        for key, call in (("peer_ms", peer), ("ms", ours)):
+            started = clock()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            spans[key].append(1e3 * (clock() - started))
+    return {key: median(each) for key, each in spans.items()}
 
 
 def main() -> None:
@@ -198,7 +293,8 @@ def main() -> None:
     try:
         if words["bits"]:
             print(json.dumps(known | {"step": "bits"} | bits(name, words["factor"])), flush=True)
-        for row in steps(name, words["factor"]):
+        found = equal_bytes if words["equal_bytes"] else steps
+        for row in found(name, words["factor"]):
             print(json.dumps(known | row), flush=True)
     finally:  # whatever happened, nobody waits for this process
         turns.ready(f"torch-{name}")

@@ -55,6 +55,25 @@ def timed(backend: Any, step: Any, batch: Any) -> tuple[float, int, int]:
     return median(u.time_s for u in settled), max(u.peak_bytes for u in settled), reserved_bytes()
 
 
+def profiled(backend: Any, traced: Any, batch: Any) -> keras_remat.Problem:
+    """Returns a problem with the profile of three steps that keep everything; what is resident is
+    what is in use after a first one, which leaves what libraries keep."""
+    estimated = backend.estimated_profile(traced, backend.device.in_use_bytes())
+    problem = keras_remat.Problem(traced.graph, estimated)
+    store_all = keras_remat.Schedule.store_all(traced.graph)
+    step, recorder = backend.lower(traced, problem, store_all), backend.recorder()
+    step(batch)
+    resident = backend.device.in_use_bytes()
+    if not recorder.start():
+        raise RuntimeError("another profiler session is running")
+    for _ in range(3):
+        backend.measure(lambda: step(batch))
+    profile = recorder.stop(step, resident)
+    if profile is None:
+        raise RuntimeError("no step was recorded")
+    return keras_remat.Problem(traced.graph, profile)
+
+
 def environment(options: dict[str, Any], answer: Answer) -> None:
     """What there is."""
     answer.fact(**{name: fact for name, fact in doctor.diagnosis().items() if name != "missing"})
@@ -117,13 +136,8 @@ def memory(options: dict[str, Any], answer: Answer) -> None:
         )
         predicted = traced.plain_peak_bytes(problem, backend.memory)
         answer.row(**_row("plain", predicted, plain, 0))
-        step, recorder = backend.lower(traced, problem, store_all), backend.recorder()
-        step(batch)
-        if recorder.start():
-            for _ in range(3):
-                backend.measure(lambda: step(batch))
-            measured = recorder.stop(step, resident)
-            problem = problem if measured is None else keras_remat.Problem(traced.graph, measured)
+        problem = profiled(backend, traced, batch)
+        resident = problem.profile.resident_bytes
         most = keras_remat.simulate(problem, store_all).peak_bytes - resident
         for share in SHARES:
             try:

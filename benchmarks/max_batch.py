@@ -75,6 +75,12 @@ def parser() -> argparse.ArgumentParser:
         help="memory limit; by default what plain Keras needs at the model's batch",
     )
     result.add_argument(
+        "--plain-batch",
+        type=int,
+        metavar="N",
+        help="plain Keras's batch whose peak is the limit; by default the model's, of about ten",
+    )
+    result.add_argument(
         "--pool",
         type=int,
         metavar="MIB",
@@ -117,6 +123,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "backend": arguments.backend,
         "limit_bytes": None if limit is None else int(limit * MIB),
         "pool": arguments.pool,
+        "plain_batch": arguments.plain_batch,
         "steps": arguments.steps,
         "solvers": arguments.solvers,
         "margin": arguments.margin,

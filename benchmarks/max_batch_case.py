@@ -94,7 +94,8 @@ class Measurement:
         self.options = options
         self.paper = paper_models.PAPER_MODELS[options["model"]]
         self.model = self.paper.build(self.paper.pixels)
-        self.batch = self.paper.batch(self.paper.plain_batch)
+        self.start = options.get("plain_batch") or self.paper.plain_batch
+        self.batch = self.paper.batch(self.start)
         self.backend: Backend = load_backend()
         self.limit_bytes = int(options["limit_bytes"] or 0)
         self.plain_batch, self.plain_s_per_sample = 0, math.nan
@@ -160,7 +161,7 @@ class Measurement:
 
     def _plain(self) -> None:
         """The largest batch of plain Keras: found by training, one sample more at a time."""
-        size = self.paper.plain_batch
+        size = self.start
         self.backend.trace(self.model, self.batch)  # builds the model
         peak, seconds = self._train_plain(size)
         self.limit_bytes = self.limit_bytes or peak
@@ -214,7 +215,7 @@ class Measurement:
         """What the product finds, its plan with what was measured; Chen's schedules go the same
         way."""
         options, limit = self.options, Limit(self.limit_bytes, self.options["margin"])
-        start = self.paper.plain_batch
+        start = self.start
         if name == "auto":
             return keras_remat.find_max_batch_size(
                 self.model,
@@ -371,7 +372,7 @@ class Measurement:
 
     def _predictions(self, found: Trained) -> None:
         """Predicted and measured peak of the found order at batches that were not profiled."""
-        profiled = self.paper.plain_batch
+        profiled = self.start
         orders = (self.train(size, found.schedule) for size in (profiled // 2, 2 * profiled))
         for one in (*orders, found):
             self.row(

@@ -149,6 +149,7 @@ class StepWatch(keras.callbacks.Callback):
     Attributes:
         peaks: bytes, of every step; 0 where the allocator keeps no statistics.
         times_s: seconds, likewise.
+        cpu_s: seconds of all threads, which other processes do not lengthen.
         losses: as Keras logs them.
         epochs_s: the seconds by epoch.
         resident_bytes: the most in use between two steps.
@@ -160,10 +161,11 @@ class StepWatch(keras.callbacks.Callback):
         self._torch: TorchEpoch | None = None
         self.peaks: list[int] = []
         self.times_s: list[float] = []
+        self.cpu_s: list[float] = []
         self.losses: list[float] = []
         self.epochs_s: list[list[float]] = []
         self.resident_bytes = 0
-        self._began_s = 0.0
+        self._began_s = self._cpu_began_s = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epochs_s.append([])
@@ -174,11 +176,12 @@ class StepWatch(keras.callbacks.Callback):
         reset_peak()
         if self._torch is not None:
             self._torch.step_begins()
-        self._began_s = time.perf_counter()
+        self._began_s, self._cpu_began_s = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.losses.append(float((logs or {})["loss"]))  # waits for the step
         self.times_s.append(time.perf_counter() - self._began_s)
+        self.cpu_s.append(time.process_time() - self._cpu_began_s)
         self.epochs_s[-1].append(self.times_s[-1])
         told = statistics()
         self.peaks.append(told.get("peak", 0))

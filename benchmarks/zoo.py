@@ -7,7 +7,10 @@ Every fit is a process of its own, from the same seed: plain ``fit``, plain ``fi
 tells how far losses differ by themselves), and ``fit`` with ``RematAutotune`` under a limit: what
 is resident, and ``--share`` of what the plain step takes above it. A limit that is refused is
 raised to what the refusal says, and marked ↑. Peaks and losses of every step are read by a callback
-beside it. The largest models are planned only (``graph``): traced, with estimated costs. Backbones
+beside it, and the bits of all weights and slots are compared after the last; a plan below the floor
+of whole ops runs in slices, which round sums in another order. Times are medians of
+the third epoch of four; of all threads' seconds, too, which other processes lengthen less. The
+largest models are planned only (``graph``): traced, with estimated costs. Backbones
 of keras-hub are built from configurations, where keras-hub is installed. Cases that the JSON file
 has are not run again.
 
@@ -18,6 +21,7 @@ there, by the profiler, and not those of the steps before.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -72,8 +76,10 @@ HUB: dict[str, dict[str, Any]] = {
                     "hidden_dim": 128, "mlp_dim": 512},
 }  # fmt: skip
 TOKENS = 128
-#: Steps of an epoch, and epochs.
-_STEPS, _EPOCHS = 6, 3
+#: Steps of an epoch, and epochs; of the last one a CPU's bytes are watched on PyTorch, and the one
+#: before is timed.
+_STEPS, _EPOCHS = 5, 4
+_TIMED = slice((_EPOCHS - 2) * _STEPS, (_EPOCHS - 1) * _STEPS)
 _SOLVE_S, _SEED = 10.0, 0
 #: Limits that are tried where the first is refused, each so much above what is said to be needed.
 _LIMITS, _RAISED = 3, 1.05
@@ -150,10 +156,23 @@ def trained(name: str, batch: int, pixels: int, limit_bytes: int | None = None) 
         found = _found(remat)
     return found | {
         "peaks": watch.peaks,
-        "times_s": watch.times_s,
+        "step_s": median(watch.times_s[_TIMED]),
+        "step_cpu_s": median(watch.cpu_s[_TIMED]),
         "losses": watch.losses,
+        "bits": bits_of(model),
         "resident_bytes": watch.resident_bytes,
     }
+
+
+def bits_of(model: Any) -> str:
+    """Returns what tells the bits of a model's variables and of its optimizer's from any others."""
+    import keras
+
+    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else ())]
+    found = hashlib.sha256()
+    for variable in {id(v): v for v in variables}.values():
+        found.update(keras.ops.convert_to_numpy(variable).tobytes())
+    return found.hexdigest()
 
 
 def _found(remat: Any) -> dict[str, Any]:
@@ -172,6 +191,7 @@ def _found(remat: Any) -> dict[str, Any]:
         "predicted_bytes": plan.predicted.peak_bytes,
         "measured_bytes": plan.measured.peak_bytes,
         "overhead": plan.overhead,
+        "parts": plan.slicing.parts if plan.slicing else 1,
     }
 
 
@@ -186,8 +206,10 @@ def measured(
     row: dict[str, Any] = {
         "plain_bytes": peak,
         "resident_bytes": resident,
-        "plain_s": median(again["times_s"][2:]),
+        "plain_s": again["step_s"],
+        "plain_cpu_s": again["step_cpu_s"],
         "plain_twice": difference(plain["losses"], again["losses"]),
+        "plain_weights_equal": plain["bits"] == again["bits"],
     }
     for _ in range(_LIMITS):
         row["limit_bytes"] = limit
@@ -198,7 +220,7 @@ def measured(
         limit = int(_RAISED * ours["needed_share"] * limit)
     else:
         return row
-    peaks, times_s, losses = ours.pop("peaks"), ours.pop("times_s"), ours.pop("losses")
+    peaks, losses, bits = ours.pop("peaks"), ours.pop("losses"), ours.pop("bits")
     ours.pop("resident_bytes")
     limit = row["limit_bytes"]
     return (
@@ -209,7 +231,9 @@ def measured(
             "highest_bytes": max(peaks),
             "last_bytes": max(peaks[-_STEPS:]),
             "loss_difference": difference(plain["losses"], losses),
-            "time_ratio": median(times_s[-4:]) / row["plain_s"],
+            "weights_equal": bits == plain["bits"],
+            "time_ratio": ours["step_s"] / row["plain_s"],
+            "cpu_ratio": ours["step_cpu_s"] / row["plain_cpu_s"],
         }
     )
 
@@ -297,18 +321,31 @@ COLUMNS = {
     "steps over": ("over_limit_steps", "d"),
     "loss difference": ("loss_difference", ".0e"),
     "plain twice": ("plain_twice", ".0e"),
+    "weights": ("weights", ""),
     "set-up s": ("setup_s", ".0f"),
     "time / plain": ("time_ratio", ".2f"),
+    "of all threads": ("cpu_ratio", ".2f"),
 }
 
 
 def line(row: dict[str, Any]) -> str:
     """Returns a row of the table."""
     status = " ".join(row["status"].split()).replace("|", "/")
-    told = row | {"status": status[:160], "off": error_of(row)}
+    told = row | {"status": status[:160], "off": error_of(row), "weights": _weights(row)}
     if row.get("raised"):
         told["limit_bytes"] = f"{row['limit_bytes'] / MIB:.1f}↑"
     return line_of(cells_of(told, COLUMNS.values(), missing=""))
+
+
+def _weights(row: dict[str, Any]) -> str | None:
+    """Returns how the weights after the last step compare with plain's; ``None``: not trained."""
+    if "weights_equal" not in row:
+        return None
+    if row["weights_equal"]:
+        return "same bits"
+    if row.get("parts", 1) > 1:
+        return f"differ: {row['parts']} slices"
+    return "differ" if row["plain_weights_equal"] else "differ, plain's too"
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
@@ -319,6 +356,8 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{row['name']}: {row['over_limit_steps']} steps over the limit")
         if row.get("loss_difference", 0.0) > max(1e-5, 2 * row.get("plain_twice", 0.0)):
             found.append(f"{row['name']}: losses differ by {row['loss_difference']:.0e}")
+        if _weights(row) == "differ":
+            found.append(f"{row['name']}: weights differ, where those of two plain fits do not")
         if row.get("setup_s", 0.0) > SETUP_S and (row.get("ops") or 0) <= 10_000:
             found.append(f"{row['name']}: {row['setup_s']:.0f} s of set-up")
     errors = [abs(e) for row in rows if (e := error_of(row)) is not None]
@@ -326,6 +365,19 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
     if near < PREDICTED_SHARE * len(errors):
         found.append(f"predictions within {PREDICTION:.0%}: {near} of {len(errors)}")
     return found
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Returns how far predictions are off, and the medians of the times over plain's."""
+    errors = [abs(e) for row in rows if (e := error_of(row)) is not None]
+    if not errors:
+        return ""
+    told = f"Predictions are off by {median(errors):.2%} in the middle, {max(errors):.1%} at most."
+    trained = [row for row in rows if "cpu_ratio" in row]
+    if trained:
+        wall, cpu = (median(row[key] for row in trained) for key in ("time_ratio", "cpu_ratio"))
+        told += f" A step takes {wall:.2f} of plain's time, {cpu:.2f} of all threads' (medians)."
+    return told
 
 
 def report(
@@ -337,7 +389,7 @@ def report(
         f"{machine(backend)}; batch {batch}, {pixels} px; limit: resident + {share:g} of what",
         f"plain takes above; solver auto, {_SOLVE_S:.0f} s. The command explains the columns.",
     ]
-    lines += ["", head(COLUMNS), *map(line, rows), "", "What falls short:", ""]
+    lines += ["", head(COLUMNS), *map(line, rows), "", summary(rows), "", "What falls short:", ""]
     lines += [f"- {each}" for each in failures(rows) or ["nothing"]]
     return "\n".join(lines) + "\n"
 

@@ -225,6 +225,10 @@ class SimClr(OneLoss):
         )
         self.views.build((None, PIXELS, PIXELS, CHANNELS))
 
+    def call(self, data: Any) -> Any:
+        """Returns what an image becomes; on PyTorch Keras builds what draws by it."""
+        return self.encoder(self.views(data))
+
     def loss_of(self, data: Any) -> Any:
         one, other = (
             ops.normalize(self.encoder(self.views(data, training=True), training=True), axis=-1)

@@ -50,6 +50,8 @@ def test_the_report_says_what_each_step_took(benchmarks, tmp_path, capsys):
         torch_row | {"step": "0.5", "predicted_mib": 100.0, "allocated_mib": 110.0,
                      "reserved_mib": 128.0, "ms": 5.0},
         torch_row | {"step": "torch checkpoint", "refused": "no"},
+        torch_row | {"peer": "keras.RematScope", "peer_mib": 64.0, "mib": 60.0,
+                     "peer_ms": 5.0, "ms": 6.0},
     )  # fmt: skip
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert gpu_models.report(out, plans, check=True) == 1
@@ -57,9 +59,15 @@ def test_the_report_says_what_each_step_took(benchmarks, tmp_path, capsys):
     assert "| vit, 4 | plan at 0.5 | 48.0 | 52.0 | +8.3% | 110.0 | 30.0 | 1.50 | 1.03 |" in table
     assert "| vit, 4 | plain | 100.0 | 101.0 | +1.0% |" in table
     assert "| bert, float32 | planned | equal | equal |" in table
+    assert "| bert | keras.RematScope | 64.0 | 60.0 | 5.0 | 6.0 | 1.20 |" in table
     told = capsys.readouterr()
     said = told.out + told.err
-    for failure in ("vit at 0.5: 52.0 of 50.0 MiB", "off by +10.0%", "gpt: not done"):
+    for failure in (
+        "vit at 0.5: 52.0 of 50.0 MiB",
+        "off by +10.0%",
+        "gpt: not done",
+        "bert: slower than keras.RematScope",
+    ):
         assert failure in said
 
 
