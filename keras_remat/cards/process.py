@@ -19,6 +19,7 @@ from typing import Any
 from urllib.error import URLError
 
 from keras_remat.backends.versions import check_card_compiler
+from keras_remat.core import interpreter
 from keras_remat.core.target import Target
 from keras_remat.errors import RematError, UnsupportedModelError
 
@@ -226,6 +227,7 @@ def main(path: Path) -> None:
             pickle.dump((kind, what), channel)
             channel.flush()
 
+        interpreter.end_with_parent(path.parent)
         try:
             answer(pickle.loads(path.read_bytes()), tell)
         except NotTakenError as error:

@@ -228,15 +228,17 @@ def _messages(request: Request, framework: str) -> Iterator[tuple[str, Any]]:
     Raises:
         UnsupportedModelError: it ended before.
     """
-    with TemporaryDirectory(prefix="keras_remat_") as folder:
+    with TemporaryDirectory(prefix="keras_remat_", ignore_cleanup_errors=True) as folder:
         asked, errors = Path(folder) / "request", Path(folder) / "errors"
         asked.write_bytes(pickle.dumps(request))
-        variables = interpreter.for_cards(framework)
+        # killed as soon as it has answered, it leaves its own temporary files
+        variables = {**interpreter.for_cards(framework), "TMPDIR": folder}
         with errors.open("wb") as error_stream:
             child = interpreter.start(
                 "-m", "keras_remat.cards.process", str(asked), variables=variables,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=error_stream,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=error_stream,
             )  # fmt: skip
+        assert child.stdin is not None
         assert child.stdout is not None
         try:
             kind = ""
@@ -253,4 +255,5 @@ def _messages(request: Request, framework: str) -> Iterator[tuple[str, Any]]:
         finally:
             child.kill()
             child.wait()
+            child.stdin.close()
             child.stdout.close()

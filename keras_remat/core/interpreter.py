@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,22 @@ def environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def end_with_parent(folder: Path) -> None:
+    """Ends this process as soon as the one that started it has ended, and removes their folder.
+
+    A process that is killed removes nothing, and what it started would go on without it.
+
+    Args:
+        folder: what the two have exchanged is in it; the other one removes it where it can.
+    """
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+
+
+def _end_with_parent(folder: Path) -> None:
+    # the other one holds its end open while it lives; a buffer's lock would outlast the interpreter
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

@@ -4,16 +4,14 @@ The process is a fresh interpreter (``python -m keras_remat.planning.background 
 imports no framework: it gets the request, whose memory model knows what was measured so far.
 Request and answer are pickled files in a folder that one user alone can read; what a library prints
 into the process is no answer. The process ends with the one that has started it, which keeps its
-stdin open while it lives.
+stdin open while it lives, and then removes the folder.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
-import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +83,7 @@ def _end(process: subprocess.Popen[bytes], folder: TemporaryDirectory[str]) -> N
 
 def main(folder: Path) -> None:
     """Answers the request in a folder."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    interpreter.end_with_parent(folder)
     request: PlanRequest = pickle.loads((folder / _REQUEST).read_bytes())
     answer: Plan | Exception
     try:
@@ -93,11 +91,6 @@ def main(folder: Path) -> None:
     except NOT_FOUND as error:
         answer = error
     (folder / _ANSWER).write_bytes(pickle.dumps(answer))
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
 
 
 if __name__ == "__main__":

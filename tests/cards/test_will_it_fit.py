@@ -4,6 +4,7 @@ The process is real in one test, which asks about CPUs, so that it needs no comp
 """
 
 import pickle
+import tempfile
 import urllib.error
 from dataclasses import replace
 
@@ -38,7 +39,8 @@ def computer(name, usable_bytes):
     return replace(target, card=name, total_bytes=GIB, usable_bytes=usable_bytes)
 
 
-def test_the_whole_way_from_any_backend(monkeypatch):
+def test_the_whole_way_from_any_backend(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("KERAS_BACKEND", "nonsense")
     monkeypatch.setenv("XLA_FLAGS", "--no_such_flag")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
@@ -60,18 +62,23 @@ def test_the_whole_way_from_any_backend(monkeypatch):
     assert sum(report.layers.values()) == large.parts["activations"]
     assert [row.card for row in told] == ["large", "large", "small", "small"]
     assert report.exit_status == 3
+    assert not [*tmp_path.iterdir()], "nothing is left behind"
 
 
 @pytest.mark.card
-def test_a_card_of_the_table(tmp_path):
+def test_a_card_of_the_table(tmp_path, monkeypatch):
     try:
         check_card_compiler()
     except RematError as error:
         pytest.skip(str(error))
     model_of(width=128).save(tmp_path / "model.keras")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     report = keras_remat.will_it_fit(
         tmp_path / "model.keras", cards=["t4", "H100"], batch_size=4096, time_limit_s=2.0
     )
+    assert not [*temporary.iterdir()], "nothing is left behind"
     assert [row.card for row in report.rows] == ["T4", "H100"]
     assert report.exit_status == 0
     for row in report.rows:

@@ -111,8 +111,8 @@ def test_a_process_that_is_not_wanted_any_more_is_gone_with_its_files(how):
     assert not folder.exists()
 
 
-def test_it_ends_with_the_process_that_started_it(tmp_path):
-    """Killed, that one cannot tidy up."""
+def test_it_ends_with_the_process_that_started_it_and_tidies_up(tmp_path):
+    """Killed, that one cannot."""
     asked = tmp_path / "asked"
     asked.write_bytes(pickle.dumps(request(solver="auto", seconds=60.0)))
     parent = subprocess.Popen(
@@ -122,13 +122,14 @@ def test_it_ends_with_the_process_that_started_it(tmp_path):
             "import pickle, pathlib, sys, time\n"
             "from keras_remat.planning.background import PlanProcess\n"
             f"process = PlanProcess(pickle.loads(pathlib.Path({str(asked)!r}).read_bytes()))\n"
-            "print(process._process.pid, flush=True)\n"
+            "print(process._process.pid, process._folder.name, flush=True)\n"
             "time.sleep(600)\n",
         ],
         stdout=subprocess.PIPE,
         text=True,
     )
-    pid = int(parent.stdout.readline())
+    pid, folder = parent.stdout.readline().split()
+    pid = int(pid)
     assert is_alive(pid)
     parent.kill()
     parent.communicate()
@@ -136,6 +137,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path):
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(pid)
+    assert not Path(folder).exists()
 
 
 def test_no_framework_is_imported(tmp_path):

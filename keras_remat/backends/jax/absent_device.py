@@ -13,6 +13,8 @@ Reference: ``jax.experimental.topologies``; the fields are those of XLA's ``GpuD
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,21 +67,21 @@ done
 """
 
 
-@cache
-def _assembler_folder() -> TemporaryDirectory[str]:
-    folder = TemporaryDirectory(prefix="keras_remat_")
-    assembler = Path(folder.name) / "bin" / "ptxas"
-    assembler.parent.mkdir()
-    assembler.write_text(_ASSEMBLER, encoding="ascii")
-    assembler.chmod(0o700)
-    return folder
-
-
-def compiler_options() -> dict[str, int | str]:
-    """Returns the options of a step that is compiled for a card that is not there: no kernels are
+@contextmanager
+def compiler_options() -> Iterator[dict[str, int | str]]:
+    """Yields the options of a step that is compiled for a card that is not there: no kernels are
     tried, and a stand-in is in the place of NVIDIA's assembler. Where that cannot be run, XLA finds
-    the real one."""
-    return {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": _assembler_folder().name}
+    the real one.
+
+    The stand-in lies in a folder for as long as one step is compiled: what removes a folder when a
+    process ends does not run in every process.
+    """
+    with TemporaryDirectory(prefix="keras_remat_") as folder:
+        assembler = Path(folder) / "bin" / "ptxas"
+        assembler.parent.mkdir()
+        assembler.write_text(_ASSEMBLER, encoding="ascii")
+        assembler.chmod(0o700)
+        yield {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": folder}
 
 
 @cache

@@ -37,8 +37,8 @@ def compiled_memory(module: bytes, target: Target) -> StepMemory:
     """
     (device,) = absent_device.sharding(target).device_set
     try:
-        options = absent_device.compiler_options()
-        return memory_of(private.compile_hlo(module, device, options))
+        with absent_device.compiler_options() as options:
+            return memory_of(private.compile_hlo(module, device, options))
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error):
             return StepMemory(0, 0, 0, int(target.total_bytes or 0))

@@ -3,6 +3,9 @@
 Needs the packages of the extra ``cards``; a machine without them skips what compiles, and says why.
 """
 
+import tempfile
+from pathlib import Path
+
 import hlo_text
 import jax
 import jax_models as models
@@ -98,7 +101,8 @@ class Step:
         )
         specs = absent_device.lying_on((traced.state_specs, traced.batch_specs), traced.target)
         lowered = jax.jit(function, donate_argnums=0).lower(*specs)
-        compiled = lowered.compile(compiler_options=absent_device.compiler_options())
+        with absent_device.compiler_options() as options:
+            compiled = lowered.compile(compiler_options=options)
         self.text, self.optimized = lowered.as_text(), compiled.as_text()
         self.added_bytes = memory(compiled).added_bytes
 
@@ -163,6 +167,13 @@ def test_no_copy_of_an_image_is_kept(compiler, build, policy):
     store_all = Schedule.store_all(traced.graph)
     most = simulate(problem, store_all).peak_bytes - problem.profile.resident_bytes
     assert memory(lowering.lower(traced, store_all)).added_bytes < 1.05 * most
+
+
+def test_what_only_a_compiler_reads_is_gone_when_it_has_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with absent_device.compiler_options() as options:
+        assert Path(options["xla_gpu_cuda_data_dir"], "bin", "ptxas").exists()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_every_card_has_a_name_and_what_a_compiler_asks():

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import pickle
 import subprocess
+import tempfile
 import weakref
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
@@ -39,8 +38,8 @@ class CardCompiler:
         check_card_compiler()
         self._one_at_a_time = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = TemporaryDirectory(prefix="keras_remat_")
-        self._errors = Path(self._folder.name) / "errors"
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        weakref.finalize(self, self._errors.close)
 
     def added_bytes(self, module: bytes, target: Target) -> int:
         """Returns what a call of a step takes beside its arguments; any thread may ask.
@@ -67,19 +66,20 @@ class CardCompiler:
             process.stdin.flush()
             return pickle.load(process.stdout)
         except (EOFError, BrokenPipeError):
-            told = self._errors.read_text(errors="replace").strip()[-_ERRORS_SHOWN:]
+            status = process.wait()
+            self._errors.seek(0)
+            told = self._errors.read().decode(errors="replace").strip()[-_ERRORS_SHOWN:]
             raise UnsupportedModelError(
-                f"The process that compiles for cards ended with {process.wait()}, for want of "
+                f"The process that compiles for cards ended with {status}, for want of "
                 f"memory for instance. It said: {told}"
             ) from None
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            with self._errors.open("wb") as errors:
-                self._process = interpreter.start(
-                    "-m", "keras_remat.backends.jax.hlo", variables=interpreter.for_cards(),
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                )  # fmt: skip
+            self._process = interpreter.start(
+                "-m", "keras_remat.backends.jax.hlo", variables=interpreter.for_cards(),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            )  # fmt: skip
             weakref.finalize(self, _end, self._process)
         return self._process
 
