@@ -17,6 +17,7 @@ One file, though a little long: a search and the trials that follow it share one
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,6 +55,9 @@ from keras_remat.planning.make_plan import (
 )
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest, plan_for
+from keras_remat.planning.slicing import plan_with_slices
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -139,12 +143,13 @@ def find_max_batch_size(
         ),
     )
     runs = target is None and profile != "estimated"
-    scaling, slicing = step_scaling(backend, model, step), step.traced.slicing
+    slicing = step.traced.slicing
     parts = 1 if slicing is None else slicing.parts
     bounds = _Bounds(started, time_limit_s, max_overhead, parts, seed)
-    search = _searched(backend, step, scaling, bounds, runs=runs)
     if not runs:
-        return search.on_card(step.card)
+        return _estimated(backend, model, step, bounds).on_card(step.card)
+    scaling = step_scaling(backend, model, step)
+    search = _searched(backend, step, scaling, bounds, runs=True)
     runner = SizeRunner(backend, model, step.batch, slicing)
     climb = bounds.climb(backend, search)
     found = verified_search(search, scaling, climb, step.limit, runner, runner.graph)
@@ -226,6 +231,62 @@ def _searched(
         )
     spent_s = time.perf_counter() - bounds.started_s
     return replace(search, search_time_s=spent_s, time_limit_s=limit_s)
+
+
+def _estimated(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -> BatchSearch:
+    """Returns what a search by prediction alone finds: sizes of whole ops, or, where the given
+    batch fits in slices only, sizes in such slices.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
+        UnsupportedModelError: no two of the sizes tried have the same ops.
+    """
+    scaling = step_scaling(backend, model, step)
+    try:
+        found = _searched(backend, step, scaling, bounds, runs=False)
+    except (InfeasibleBudgetError, ScheduleNotFoundError):
+        further = _estimated_in_slices(backend, model, step, bounds)
+        if further is None:
+            raise
+        return replace(further, plain_batch_size=0)
+    if found.max_batch_size >= batch_size_of(step.batch):
+        return found
+    further = _estimated_in_slices(backend, model, step, bounds)
+    if further is None or further.max_batch_size <= found.max_batch_size:
+        return found
+    return replace(further, plain_batch_size=found.plain_batch_size)
+
+
+def _estimated_in_slices(
+    backend: Backend, model: Any, step: TracedModel, bounds: _Bounds
+) -> BatchSearch | None:
+    """Returns what a search by prediction finds in the slices in which a step fits; ``None`` where
+    it fits whole, or in no slices."""
+    size = batch_size_of(step.batch)
+    request = PlanRequest.on(
+        backend,
+        problem=step.problem,
+        batch_size=size,
+        limit=step.limit,
+        solver="greedy_first",
+        seconds=_OPTIONS.solve * bounds.time_limit_s,
+        seed=bounds.seed,
+    )
+    try:
+        traced, problem, plan = plan_with_slices(step.traced, request, backend.estimated_profile)
+        slicing, step = traced.slicing, replace(step, traced=traced, problem=problem)
+        if slicing is None:
+            return None
+        scaling, bounds = step_scaling(backend, model, step), replace(bounds, parts=slicing.parts)
+        found = _searched(backend, step, scaling, bounds, runs=False)
+        allowed = is_allowed(problem, plan.predicted.time_s, bounds.max_overhead)
+        if found.max_batch_size < size and allowed:
+            probes = (*found.probes, SizeTrial(size, plan))
+            found = replace(found, max_batch_size=size, probes=probes)
+        return found.in_slices(slicing)
+    except (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError) as error:
+        logger.debug("keras_remat: sizes in slices: %s", error)
+        return None
 
 
 def _first_that_fits(

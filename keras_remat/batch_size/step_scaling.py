@@ -140,11 +140,27 @@ def sliced_scaling(
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
     whole = traced.whole
-    slicer = None if whole is None else whole.step.slicer
-    if whole is None or slicer is None:
+    if whole is None or whole.step.slicer is None:
         return None
     scaling = batch_scaling(backend, model, whole.problem(problem), batch)
-    size = batch_size_of(batch)
+    return scaling_in_slices(scaling, traced, batch_size_of(batch))
+
+
+def scaling_in_slices(scaling: BatchScaling, traced: TracedStep, size: int) -> SlicedScaling:
+    """Returns the costs of a step in slices at any size that their number divides.
+
+    Args:
+        scaling: costs of its whole ops.
+        traced: the step in slices.
+        size: that it was traced for.
+
+    Raises:
+        UnsupportedModelError: it has other ops at other sizes.
+    """
+    whole = traced.whole
+    slicer = None if whole is None else whole.step.slicer
+    if whole is None or slicer is None:
+        raise LookupError("the step is not in slices")
     if not scaling.at(size).graph.has_ops_of(whole.step.graph):
         raise UnsupportedModelError(
             f"The train step has other ops at larger batches than at {size}: what its slices need "

@@ -42,6 +42,8 @@ class CardRow:
         max_batch_plain, max_batch_planned: the largest batch without recomputation, and with one
             extra forward pass of it at most.
         samples_per_s_plain, samples_per_s_planned: of the batch that was asked about.
+        slices: in so many slices of the batch the plan that fits runs some ops; ``None`` where it
+            runs all of them whole, or where none fits.
         parts: one of :data:`~keras_remat.cards.breakdown.PARTS` → bytes at the plain peak.
         remark: what a reader has to know of the row beside its numbers.
     """
@@ -57,6 +59,7 @@ class CardRow:
     samples_per_s_plain: float | None = None
     samples_per_s_planned: float | None = None
     parts: Mapping[str, int] | None = None
+    slices: int | None = None
     remark: str = ""
 
     def __post_init__(self) -> None:
@@ -71,7 +74,8 @@ class CardRow:
         if self.verdict is None:
             return self.remark or "not known"
         if self.verdict == WITH_A_PLAN and self.overhead is not None:
-            return f"{self.verdict}, {self.overhead:+.0%} time"
+            how = "" if self.slices is None else f" in {self.slices} slices"
+            return f"{self.verdict}{how}, {self.overhead:+.0%} time"
         if self.verdict == DOES_NOT_FIT and self.smallest_bytes is not None:
             return f"{self.verdict}, smallest is {format_bytes(self.smallest_bytes)}"
         return self.verdict

@@ -3,7 +3,8 @@
 This is what the process of :mod:`keras_remat.cards.process` does. The step is traced once for all
 cards on which XLA sees the same ops, and compiled without recomputation for each. Whatever the
 compiler says of that decides the verdict; a plan is made, and compiled, only where the plain step
-does not fit. The largest batches are predicted from there.
+does not fit: of whole ops, or with some ops in slices of the batch, as ``fit`` would. The largest
+batches are predicted from there.
 
 Compiling is the compiler's time and searching is Python's, so the next card's step is compiled in a
 thread while batches are searched for one.
@@ -21,6 +22,7 @@ from keras_remat.backends.batches import batch_bytes, batch_size_of
 from keras_remat.backends.example_batches import fixed_batch
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.step_scaling import AnyScaling, scaling_in_slices
 from keras_remat.cards.breakdown import Resident, activations_by_layer, parts_at_peak
 from keras_remat.cards.report import DOES_NOT_FIT, FITS, WITH_A_PLAN, CardRow
 from keras_remat.core.graph import Graph
@@ -30,11 +32,15 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.calibrated_solve import closest_to_budget
+from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.slicing import plan_in_slices
 
 #: Of the seconds for one card, what solving for a plan may take, finding the smallest peak where
 #: there is none, and searching for the largest batch.
 _PLAN_SHARE, _SMALLEST_SHARE, _SEARCH_SHARE = 0.5, 0.25, 0.25
+#: The same for each try of some ops in slices.
+_SLICED_SHARE = 0.25
 #: So many cards' steps are written down before the first answer is waited for.
 _AHEAD = 2
 #: Seconds that finding the smallest peak has at least.
@@ -60,15 +66,20 @@ class _Begun:
         row: what is known.
         limit: what the step may have in use.
         backend: compiles for the card.
-        problem: the step with its costs there.
+        traced: the step.
+        problem: its costs there.
         compiled: is done when Keras's own step is compiled.
+        sliced: the step in the slices in which alone it fits; ``None`` where it fits whole, not at
+            all, or nobody knows.
     """
 
     row: CardRow
     limit: Limit
     backend: CardBackend
+    traced: TracedStep
     problem: Problem
     compiled: Future[None]
+    sliced: TracedStep | None = None
 
 
 class AskedStep:
@@ -116,12 +127,12 @@ class AskedStep:
         with ThreadPoolExecutor(1) as compiler:
             begun = [self._begin(target, compiler) for target in targets[:_AHEAD]]
             for at in range(len(targets)):
-                row = self._early_row(begun[at])
-                if row.verdict is not None:
-                    tell(row)
+                judged = self._early(begun[at])
+                if judged.row.verdict is not None:
+                    tell(judged.row)
                 if at + _AHEAD < len(targets):  # not before an answer that waits to be told
                     begun.append(self._begin(targets[at + _AHEAD], compiler))
-                yield row if row.verdict is None else self._with_batches(row, begun[at])
+                yield judged.row if judged.row.verdict is None else self._with_batches(judged)
 
     def _begin(self, target: Target, compiler: ThreadPoolExecutor) -> _Begun:
         """Has Keras's own step compiled for a card, beside what goes on here."""
@@ -134,34 +145,37 @@ class AskedStep:
             verdict=None,
             remark=backend.check(self._model) or "",
         )
-        problem = self._on(backend)
+        traced, problem = self._on(backend)
         compiled = compiler.submit(backend.written_plain(problem))
-        return _Begun(row, Limit(usable, self._margin), backend, problem, compiled)
+        return _Begun(row, Limit(usable, self._margin), backend, traced, problem, compiled)
 
-    def _early_row(self, begun: _Begun) -> CardRow:
-        """Returns a row with its verdict, or with the remark that the compiler refuses the card."""
+    def _early(self, begun: _Begun) -> _Begun:
+        """Returns the same with a row that has its verdict, or the remark that the compiler refuses
+        the card."""
         try:
             begun.compiled.result()
-            row = self._judged(begun)
+            judged = self._judged(begun)
         except (RuntimeError, UnsupportedModelError) as error:  # whatever a compiler raises
             told = str(error).strip().splitlines() or [type(error).__name__]
-            return replace(begun.row, remark=f"The compiler does not take it: {told[0][:200]}")
+            remark = f"The compiler does not take it: {told[0][:200]}"
+            return replace(begun, row=replace(begun.row, remark=remark))
         if not self.layers:
             self.layers = activations_by_layer(begun.problem)
-        return row
+        return judged
 
-    def _on(self, backend: CardBackend) -> Problem:
-        """Returns the step with its costs on the card that a backend compiles for."""
+    def _on(self, backend: CardBackend) -> tuple[TracedStep, Problem]:
+        """Returns the step, and its costs on the card that a backend compiles for."""
         taken = (backend.taken_over(traced) for traced in self._traced)
         traced = next((step for step in taken if step is not None), None)
         if traced is None:
             self._batch = backend.example_batch(self._model, self._batch)
             traced = backend.trace(self._model, self._batch)
             self._traced.append(traced)
-        return Problem(traced.graph, backend.estimated_profile(traced), name=self._model.name)
+        profile = backend.estimated_profile(traced)
+        return traced, Problem(traced.graph, profile, name=self._model.name)
 
-    def _judged(self, begun: _Begun) -> CardRow:
-        """Returns a row with its verdict, and with what that rests on."""
+    def _judged(self, begun: _Begun) -> _Begun:
+        """Returns the same with a row that has its verdict, and what that rests on."""
         row, backend, problem, limit = begun.row, begun.backend, begun.problem, begun.limit
         store_all = Schedule.store_all(problem.graph)
         plain_bytes = backend.memory.peak_bytes(problem, store_all)
@@ -178,28 +192,47 @@ class AskedStep:
             parts=parts_at_peak(problem, self._resident()),
         )
         if limit.fits(plain_bytes):
-            return replace(row, verdict=FITS, overhead=0.0, samples_per_s_planned=rate(plain_s))
+            row = replace(row, verdict=FITS, overhead=0.0, samples_per_s_planned=rate(plain_s))
+            return replace(begun, row=row)
         try:
-            plan = plan_for(
-                PlanRequest.on(
-                    backend,
-                    problem=problem,
-                    batch_size=samples,
-                    limit=limit,
-                    seconds=_PLAN_SHARE * self._time_limit_s,
-                    seed=self._seed,
-                )
-            )
+            traced, plan = self._plan(begun, samples)
         except NOT_FOUND as error:
             smallest = self._smallest_bytes(error, backend, problem, limit)
-            return replace(row, verdict=DOES_NOT_FIT, smallest_bytes=smallest)
-        return replace(
+            return replace(begun, row=replace(row, verdict=DOES_NOT_FIT, smallest_bytes=smallest))
+        row = replace(
             row,
             verdict=WITH_A_PLAN,
-            overhead=plan.overhead,
+            overhead=plan.predicted.time_s / plain_s - 1 if plain_s > 0 else 0.0,
             smallest_bytes=plan.predicted.peak_bytes,
             samples_per_s_planned=rate(plan.predicted.time_s),
+            slices=None if traced.slicing is None else traced.slicing.parts,
         )
+        return replace(begun, row=row, sliced=None if traced.whole is None else traced)
+
+    def _plan(self, begun: _Begun, samples: int) -> tuple[TracedStep, Plan]:
+        """Returns a plan that fits, with the step that it runs: in slices, where no plan of whole
+        ops fits.
+
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: neither fits.
+        """
+        backend = begun.backend
+        request = PlanRequest.on(
+            backend,
+            problem=begun.problem,
+            batch_size=samples,
+            limit=begun.limit,
+            seconds=_PLAN_SHARE * self._time_limit_s,
+            seed=self._seed,
+        )
+        try:
+            return begun.traced, plan_for(request)
+        except NOT_FOUND as error:
+            seconds = _SLICED_SHARE * self._time_limit_s
+            traced, _, plan = plan_in_slices(
+                begun.traced, replace(request, seconds=seconds), backend.estimated_profile, error
+            )
+        return traced, plan
 
     def _resident(self) -> Resident:
         model = self._model
@@ -227,26 +260,38 @@ class AskedStep:
                 return None
         return int(closest.peak_bytes)
 
-    def _with_batches(self, row: CardRow, begun: _Begun) -> CardRow:
+    def _with_batches(self, begun: _Begun) -> CardRow:
         """Returns the row with the largest batches, by prediction."""
-        backend, problem, limit = begun.backend, begun.problem, begun.limit
+        row, backend, size = begun.row, begun.backend, batch_size_of(self._batch)
         fixed = fixed_batch(self._model)
         if fixed is not None:
             return _and_told(row, f"The model takes batches of {fixed[1][0]} samples only.")
         try:
-            scaling = self._scaling(backend, problem)
+            scaling = self._scaling(backend, begun.problem)
+            if begun.sliced is not None:
+                in_slices = scaling_in_slices(scaling, begun.sliced, size)
         except UnsupportedModelError as error:
             return _and_told(row, f"Other batches are not known: {error}")
+        plain, planned = self._largest(begun, scaling)
+        if begun.sliced is not None:
+            planned = max(planned, self._largest(begun, in_slices, in_slices.slicing.parts)[1])
+        return replace(row, max_batch_plain=plain, max_batch_planned=planned)
+
+    def _largest(self, begun: _Begun, scaling: AnyScaling, multiple: int = 1) -> tuple[int, int]:
+        """Returns the largest batches by prediction, plain and with a plan; 0 where not one sample
+        fits.
+
+        Args:
+            multiple: sizes are multiples of it.
+        """
         try:
             search = search_batch_size(
-                scaling, batch_size_of(self._batch), limit, backend,
-                time_limit_s=_SEARCH_SHARE * self._time_limit_s, seed=self._seed,
+                scaling, batch_size_of(self._batch), begun.limit, begun.backend,
+                time_limit_s=_SEARCH_SHARE * self._time_limit_s, multiple=multiple, seed=self._seed,
             )  # fmt: skip
         except NOT_FOUND:
-            return replace(row, max_batch_plain=0, max_batch_planned=0)
-        return replace(
-            row, max_batch_plain=search.plain_batch_size, max_batch_planned=search.max_batch_size
-        )
+            return 0, 0
+        return search.plain_batch_size, search.max_batch_size
 
     def _scaling(self, backend: Backend, problem: Problem) -> BatchScaling:
         size, fingerprint = batch_size_of(self._batch), problem.graph.fingerprint

@@ -1,6 +1,7 @@
 """Reports of cards: verdicts in words, the worst row's status, text, JSON and HTML."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,7 @@ UNKNOWN = row("B200", None, plain_bytes=None, overhead=None, remark="the compile
     [
         (row(), "fits"),
         (PLANNED, "fits with a plan, +6% time"),
+        (replace(PLANNED, slices=4), "fits with a plan in 4 slices, +6% time"),
         (LACKING, "does not fit, smallest is 12 GiB"),
         (row(verdict="does not fit"), "does not fit"),
         (UNKNOWN, "the compiler refuses it"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax_models as models
 import pytest
 
+import keras_remat
 from keras_remat.backends.jax import JaxBackend, trace
 from keras_remat.cards.breakdown import PARTS
 from keras_remat.cards.report import DOES_NOT_FIT, FITS, WITH_A_PLAN
@@ -12,6 +13,7 @@ from keras_remat.cards.rows import AskedStep
 from keras_remat.cards.table import card
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.planning.slicing import PARTS as PARTS_OF_BATCHES
 from keras_remat.units import KIB, MIB
 
 REFUSED = "RTX5090"
@@ -81,6 +83,27 @@ def test_a_row_for_every_size_of_card(compiled, monkeypatch):
     assert step.layers
     plain_compilations = [name for name, schedule in compiled if schedule is None]
     assert plain_compilations == ["H100", "A100-40", "L4", "A10G"]
+
+
+def test_a_card_that_no_whole_op_fits_takes_slices(compiled):
+    """As ``fit`` would train it, and a search for the largest batch."""
+    model, target = models.mixer(), card("H100")
+    backend = JaxBackend(target)
+    traced = backend.trace(model, backend.example_batch(model, 64))
+    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
+    resident, floor = problem.profile.resident_bytes, problem.floor_bytes
+    limit = resident + int(0.8 * (floor - resident))
+    (row,) = asked(model, 64).rows([sized("H100", limit)], lambda row: None)
+    assert row.verdict == WITH_A_PLAN
+    assert row.slices in PARTS_OF_BATCHES
+    assert f"in {row.slices} slices" in row.answer
+    assert row.smallest_bytes <= limit < floor
+    assert row.max_batch_plain < row.max_batch_planned
+    found = keras_remat.find_max_batch_size(
+        model, 64, limit, card=target, max_overhead=None, margin=0.0, time_limit_s=4.0
+    )
+    assert found.plan.slicing is not None
+    assert found.plain_batch_size < 64 <= found.max_batch_size
 
 
 def test_a_card_that_the_compiler_refuses_has_a_remark(compiled):
