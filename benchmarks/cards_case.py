@@ -218,8 +218,7 @@ def added_bytes_of(traced: Any) -> Callable[[Problem, Schedule | None], int]:
         def on_jax(problem: Problem, schedule: Schedule | None) -> int:
             if schedule is None:
                 return memory(lowering.lower_plain(traced)).added_bytes
-            step = lowering.lower_within(traced, schedule, problem.room_bytes)
-            return memory(step).added_bytes
+            return lowering.lower_within(traced, schedule, problem.room_bytes).added_bytes
 
         return on_jax
     from keras_remat.backends.tensorflow import private

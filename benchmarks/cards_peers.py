@@ -2,7 +2,7 @@
 
 Each peer's step is compiled for the card, and a plan is made for the bytes that it takes. FLOPs,
 bytes moved and roofline time of both are counted from the compiled modules
-(:mod:`hlo_costs`). A row is printed as soon as it is known. The peers:
+(:mod:`keras_remat.backends.xla.module_costs`). A row is printed as soon as it is known. The peers:
 
 * ``jax.checkpoint``, around the parts that a functional model falls into every so many layers,
   where the least is alive; nothing is kept inside of them, or products are;
@@ -23,13 +23,13 @@ from typing import Any
 import jax
 import keras
 from cards_case import MODELS, compiled_model
-from hlo_costs import Costs, costs
 from model_parts import parts, variables_of
 
 from keras_remat.backends.jax import JaxBackend
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
+from keras_remat.backends.xla.module_costs import Costs, costs
 from keras_remat.cards.process import initialize_with_zeros
 from keras_remat.cards.table import card
 from keras_remat.core.problem import Problem
@@ -139,9 +139,9 @@ class Ours:
     def _added_bytes(self, problem: Problem, schedule: Schedule | None) -> int:
         if schedule is None:
             return self._plain.added_bytes
-        step = lowering.lower_within(self._traced, schedule, problem.room_bytes)
-        self._compiled[schedule] = step
-        return memory(self._compiled[schedule]).added_bytes
+        written = lowering.lower_within(self._traced, schedule, problem.room_bytes)
+        self._compiled[schedule] = written.step
+        return written.added_bytes
 
     def at(self, limit_bytes: int) -> dict[str, Any]:
         """Returns what a row says of a plan for so many bytes above the resident ones."""

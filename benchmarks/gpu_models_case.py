@@ -16,12 +16,12 @@ import cards_case
 import keras
 import numpy as np
 import turns
-from hlo_costs import costs
 from rows import MIB
 from watch import Repeated, statistics
 
 import keras_remat
 from keras_remat.backends.base import load_backends
+from keras_remat.backends.xla.module_costs import costs
 from keras_remat.cards.process import initialize_with_zeros
 from keras_remat.cards.table import card
 from keras_remat.core.problem import Problem

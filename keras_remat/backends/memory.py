@@ -65,6 +65,10 @@ class MemoryModel(Protocol):
     """Whether a planned step that follows Keras's own shows its peak only after the model's state
     was put back between them."""
 
+    rewrites: bool
+    """Whether a schedule that takes more than its problem's budget may be compiled in another way,
+    which takes less and is slower."""
+
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the predicted peak of a step, resident bytes included."""
 
@@ -132,6 +136,8 @@ class CalibratedMemory:
         uncalibrated: the peak of a schedule before any correction, resident bytes included.
         order_matters, restores_after_plain: see :class:`MemoryModel`.
     """
+
+    rewrites = False
 
     def __init__(
         self,

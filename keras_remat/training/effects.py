@@ -241,7 +241,9 @@ def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -
         except NOT_FOUND as error:
             found, costs = tools.plans.in_slices(shape, costs, error)
     misses = not limit.holds(found.predicted.peak_bytes)
-    if found.solution.schedule in orders or (misses and not shape.constraints.allow_over_limit):
+    is_written_anew = tools.backend.memory.rewrites and found.predicted.peak_bytes < peak
+    is_known = found.solution.schedule in orders and not is_written_anew
+    if is_known or (misses and not shape.constraints.allow_over_limit):
         raise tools.plans.not_found(costs.problem, peak)
     tools.fit.event(*tell.swapped(found))
     return tools.plans.lowered(shape, costs, found, phase)

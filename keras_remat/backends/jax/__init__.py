@@ -26,6 +26,7 @@ from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import AbsentDevice, Device
 from keras_remat.backends.jax.kinds import kinds_of
+from keras_remat.backends.jax.lower import Written
 from keras_remat.backends.jax.measure import (
     check_device,
     is_out_of_memory,
@@ -87,7 +88,7 @@ class JaxBackend:
             self.device = AbsentDevice(target)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
         self._asked: Any = None  # the batch, where no array of it lies anywhere
-        self._newest: dict[Any, Any] = {}  # what was compiled how → the step; the newest last
+        self._newest: dict[Any, Written] = {}  # what was compiled → the step; the newest last
 
     @property
     def target(self) -> Target:
@@ -97,7 +98,8 @@ class JaxBackend:
     @cached_property
     def memory(self) -> CompiledMemory:
         """Asks the compiler."""
-        return CompiledMemory(self._compile_bytes, on_gpu=self.target.on_gpu)
+        on_gpu = self.target.on_gpu
+        return CompiledMemory(self._compile_bytes, on_gpu=on_gpu, rewrites=on_gpu)
 
     @property
     def batch_multiple(self) -> int:
@@ -200,24 +202,25 @@ class JaxBackend:
         return LoweredStep(traced, schedule, compiled, self.device)
 
     def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
-        """The step that runs a schedule, or Keras's own; the newest are remembered."""
+        """The step that runs a schedule, or Keras's own; the newest are remembered, and written
+        anew where they take more than the problem's budget leaves."""
         key = self._key(traced, schedule)
-        if key not in self._newest:
-            self._remember(
-                key,
-                lowering.lower_plain(traced)
-                if schedule is None
-                else lowering.lower_within(traced, schedule, problem.room_bytes),
-            )
-        return self._newest[key]
+        if schedule is None:
+            if key not in self._newest:
+                self._remember(key, Written(lowering.lower_plain(traced)))
+            return self._newest[key].step
+        known, room_bytes = self._newest.get(key), problem.room_bytes
+        self._remember(key, lowering.lower_within(traced, schedule, room_bytes, known))
+        return self._newest[key].step
 
     def _key(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:
         # a step takes its arguments in one structure; another batch's ops may be the same, and so
         # may those of a model that has changed
         return self.device.times_forgotten, traced.graph.fingerprint, traced.in_tree, schedule
 
-    def _remember(self, key: Any, compiled: Any) -> None:
-        self._newest[key] = compiled
+    def _remember(self, key: Any, written: Written) -> None:
+        self._newest.pop(key, None)
+        self._newest[key] = written
         for old in list(self._newest)[:-REMEMBERED_STEPS]:
             del self._newest[old]
 
@@ -225,7 +228,7 @@ class JaxBackend:
         """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
         traced = self._traced[problem.graph.fingerprint]
         compile_plain = lowering.written_plain(traced)
-        return lambda: self._remember(self._key(traced, None), compile_plain())
+        return lambda: self._remember(self._key(traced, None), Written(compile_plain()))
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         """What a step adds to the resident bytes, more than there is where compiling it ran out of

@@ -4,6 +4,8 @@ step beside it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -51,21 +53,48 @@ def step_function(
     return remat_step
 
 
-def lower_within(traced: JaxTracedStep, schedule: Schedule, room_bytes: int | None) -> Any:
-    """Compiles a schedule in the way that is quicker where that keeps to a limit, else in the one
-    that takes less.
+@dataclass(frozen=True)
+class Written:
+    """A compiled step.
+
+    Args:
+        step: a ``jax.stages.Compiled``.
+        ways: in how many ways it was written, the quickest first; this one takes least of them.
+    """
+
+    step: Any
+    ways: int = 1
+
+    @property
+    def added_bytes(self) -> int:
+        """What it takes beside its arguments."""
+        return memory(self.step).added_bytes
+
+
+def lower_within(
+    traced: JaxTracedStep,
+    schedule: Schedule,
+    room_bytes: int | None,
+    known: Written | None = None,
+) -> Written:
+    """Compiles a schedule in the quickest way that keeps to a limit, else in the one that takes
+    least.
 
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
         schedule: a legal order for ``traced.graph``.
-        room_bytes: what it may add to the resident bytes; ``None`` where nobody knows.
+        room_bytes: what it may add to the resident bytes; ``None`` for no limit.
+        known: the same, compiled for another limit.
     """
-    if room_bytes is None or not traced.target.on_gpu:
-        return lower(traced, schedule)
-    loose = lower(traced, schedule, strict=False)
-    if memory(loose).added_bytes <= room_bytes:
-        return loose
-    return min(loose, lower(traced, schedule), key=lambda step: memory(step).added_bytes)
+    ways = (False, True) if traced.target.on_gpu else (True,)
+    found = known or Written(lower(traced, schedule, strict=ways[0]))
+    for strict in ways[found.ways :]:
+        if room_bytes is None or found.added_bytes <= room_bytes:
+            break
+        other = Written(lower(traced, schedule, strict=strict))
+        least = min(found, other, key=lambda written: written.added_bytes)
+        found = replace(least, ways=found.ways + 1)
+    return found
 
 
 def lower(traced: JaxTracedStep, schedule: Schedule, *, strict: bool = True) -> Any:
@@ -113,12 +142,16 @@ def _written(
     target: Target | None,
 ) -> Callable[[], Any]:
     """Writes a step down, which is JAX's own time; what is returned is the compiler's."""
-    options, out = None, None
-    if target is not None and not target.is_live:
+    out, is_absent = None, target is not None and not target.is_live
+    if target is not None and is_absent:
         state_specs = absent_device.lying_on(state_specs, target)
         batch_specs = absent_device.lying_on(batch_specs, target)
-        options = absent_device.compiler_options()
     elif mesh_of(state_specs) is not None:  # the new state lies as the old one, as Keras asks for
         out = (None, jax.tree.map(lambda x: x.sharding, state_specs))
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state_specs, batch_specs)
-    return lambda: lowered.compile(compiler_options=options)
+
+    def compiled() -> Any:
+        with absent_device.compiler_options() if is_absent else nullcontext() as options:
+            return lowered.compile(compiler_options=options)
+
+    return compiled

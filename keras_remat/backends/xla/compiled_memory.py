@@ -5,11 +5,17 @@ kernels that need scratch come on top. A compilation or a run tells how much.
 
 Keras's own step and lowered schedules are calibrated apart: lowering keeps random bits and copies
 of small values out of the forward phase, so that even store-all takes less lowered than plain.
+
+A backend may write one schedule in several ways, the quicker ones of which take more
+(:mod:`keras_remat.backends.xla.protect`). Asked without a budget, what is known of a schedule is
+what the way takes that it would run in now. Asked for more than the budget leaves, the compiler is
+asked again, until no way is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from keras_remat.backends.memory import Calibration, store_all_bytes
 from keras_remat.core.graph import Graph
@@ -27,9 +33,36 @@ RULED_OUT = 1.25
 takes so many times the room that a budget leaves. For an H100, 16 samples tell 0.94 to 1.06 of what
 4 and 64 take, on a U-Net and a transformer of ``benchmarks/models.py``."""
 
-#: Activation bytes of a compiled schedule, or of Keras's own step (``None``); ``None`` where only a
-#: run tells.
+#: Activation bytes of a schedule as it is written for what a problem's budget leaves
+#: (:attr:`~keras_remat.core.problem.Problem.room_bytes`), or of Keras's own step (``None``);
+#: ``None`` where only a run tells.
 Compile = Callable[[Problem, Schedule | None], int | None]
+_Key = tuple[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of one schedule, in bytes above the resident ones.
+
+    Args:
+        compiled_bytes: what compiling told, or the first run.
+        surplus_bytes: what a run took more.
+        is_least: whether it is written in no way that takes less.
+    """
+
+    compiled_bytes: int
+    surplus_bytes: int = 0
+    is_least: bool = True
+
+    @property
+    def added_bytes(self) -> int:
+        """Returns what the schedule takes."""
+        return self.compiled_bytes + self.surplus_bytes
+
+    def serves(self, problem: Problem) -> bool:
+        """Returns whether there is nothing to ask the compiler under a problem's budget."""
+        room = problem.room_bytes
+        return self.is_least or room is None or self.added_bytes <= room
 
 
 class CompiledMemory:
@@ -38,15 +71,18 @@ class CompiledMemory:
     Args:
         compile_bytes: compiles a schedule and tells what it adds to the resident bytes.
         on_gpu: whether XLA:GPU does, or XLA:CPU.
+        rewrites: whether a schedule that takes more than its budget leaves is written in another
+            way.
     """
 
     order_matters = restores_after_plain = False
 
-    def __init__(self, compile_bytes: Compile, *, on_gpu: bool = False):
-        self._compile_bytes = compile_bytes
-        first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
-        self._plain, self._lowered = Calibration(first_ratio), Calibration(first_ratio)
-        self._known: dict[tuple[str, tuple[int, ...] | None], int] = {}
+    def __init__(self, compile_bytes: Compile, *, on_gpu: bool = False, rewrites: bool = False):
+        self._compile_bytes, self.rewrites = compile_bytes, rewrites
+        self._first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
+        self._known: dict[_Key, _Known] = {}
+        # key → simulated bytes, those of store-all, and those it takes
+        self._points: dict[_Key, tuple[int, int, int]] = {}
         self._compiled_plain: list[Graph] = []  # a step of each kind
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
@@ -57,11 +93,11 @@ class CompiledMemory:
         plain = schedule == Schedule.store_all(problem.graph) and not is_sliced(problem.graph)
         is_asked = plain and not self._is_ruled_out(problem)
         added = self._added_bytes(problem, None) if is_asked else None
-        if added is None:
-            added = self._known.get(_key(problem, schedule))
+        if added is None and (known := self._known.get(_key(problem, schedule))) is not None:
+            added = known.added_bytes
         if added is None:
             simulated, most = _simulated(problem, schedule), store_all_bytes(problem)
-            added = (self._plain if plain else self._lowered).predict(simulated, most)
+            added = self._calibration(plain=plain).predict(simulated, most)
         return problem.profile.resident_bytes + added
 
     def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
@@ -76,37 +112,51 @@ class CompiledMemory:
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Takes the most that a schedule measured for what it needs."""
         added = max(0, measured_peak_bytes - problem.profile.resident_bytes)
-        key = _key(problem, schedule)
-        self._learn(problem, schedule, max(added, self._known.get(key, 0)))
+        known = self._known.get(_key(problem, schedule), _Known(added))
+        surplus = max(known.surplus_bytes, added - known.compiled_bytes)
+        self._learn(problem, schedule, replace(known, surplus_bytes=surplus))
 
     def _added_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
-        key = _key(problem, schedule)
-        if key not in self._known:
-            added = self._compile_bytes(problem, schedule)
-            if added is None:
-                return None
-            self._learn(problem, schedule, added)
-        return self._known[key]
+        known = self._known.get(_key(problem, schedule))
+        if known is not None and known.serves(problem):
+            return known.added_bytes
+        surplus, room = (0 if known is None else known.surplus_bytes), problem.room_bytes
+        if problem.budget_bytes is not None and surplus:
+            problem = problem.with_budget(max(1, problem.budget_bytes - surplus))
+        told = self._compile_bytes(problem, schedule)
+        if told is None:
+            return None if known is None else known.added_bytes
+        fits = room is None or told + surplus <= room
+        is_least = not (self.rewrites and schedule is not None and fits)
+        self._learn(problem, schedule, _Known(told, surplus, is_least))
+        return told + surplus
 
     def _is_ruled_out(self, problem: Problem) -> bool:
         room, most = problem.room_bytes, store_all_bytes(problem)
-        if room is None or self._plain.predict(most, most) <= RULED_OUT * room:
+        if room is None or self._calibration(plain=True).predict(most, most) <= RULED_OUT * room:
             return False
         is_told = any(graph.has_ops_of(problem.graph) for graph in self._compiled_plain)
         return is_told and _key(problem, None) not in self._known
 
-    def _learn(self, problem: Problem, schedule: Schedule | None, added_bytes: int) -> None:
-        self._known[_key(problem, schedule)] = added_bytes
-        most = store_all_bytes(problem)
+    def _learn(self, problem: Problem, schedule: Schedule | None, known: _Known) -> None:
+        key, most = _key(problem, schedule), store_all_bytes(problem)
         simulated = most if schedule is None else _simulated(problem, schedule)
-        calibration = self._plain if schedule is None else self._lowered
-        calibration.learn(simulated, most, added_bytes)
+        self._known[key] = known
+        self._points[key] = simulated, most, known.added_bytes
         graphs = self._compiled_plain
         if schedule is None and not any(graph.has_ops_of(problem.graph) for graph in graphs):
             graphs.append(problem.graph)
 
+    def _calibration(self, *, plain: bool) -> Calibration:
+        """Returns what Keras's own steps tell of each other, or schedules do."""
+        calibration = Calibration(self._first_ratio)
+        for (_, order), point in self._points.items():
+            if (order is None) == plain:
+                calibration.learn(*point)
+        return calibration
 
-def _key(problem: Problem, schedule: Schedule | None) -> tuple[str, tuple[int, ...] | None]:
+
+def _key(problem: Problem, schedule: Schedule | None) -> _Key:
     return problem.graph.fingerprint, None if schedule is None else schedule.order
 
 

@@ -11,6 +11,7 @@ import pytest
 import keras_remat
 from keras_remat.backends.base import load_backend, preserved_state
 from keras_remat.backends.jax import LoweredStep, lowering
+from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.private import state_values
 from keras_remat.core.limit import Limit
 from keras_remat.core.target import live
@@ -39,20 +40,20 @@ def step():
 class Seen(list):
     """What is compiled."""
 
-    surplus = False
+    surplus = 0
 
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Notes what is compiled; a schedule takes 0.6 of what is alive, but more than there is room
-    for where it is not written strictly and ``surplus`` is set."""
+    """Notes what is compiled; a schedule takes 0.6 of what is alive, but ``surplus`` bytes where
+    that is set and it is not written strictly."""
     seen = Seen()
 
     def lower(traced, schedule, *, strict=True):
         seen.append("remat" if strict else "loose")
         problem = keras_remat.Problem(traced.graph, load_backend().estimated_profile(traced))
         alive = keras_remat.simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
-        return compiled(200 * MIB if seen.surplus and not strict else int(0.6 * alive))
+        return compiled(seen.surplus if seen.surplus and not strict else int(0.6 * alive))
 
     def lower_plain(traced):
         seen.append("plain")
@@ -79,9 +80,9 @@ def planned(step, budget_bytes=None):
 @pytest.mark.parametrize(
     ("platform", "surplus", "expected"),
     [
-        ("cpu", False, ["plain", "remat"]),
-        ("gpu", False, ["plain", "loose"]),
-        ("gpu", True, ["plain", "loose", "remat"]),
+        ("cpu", 0, ["plain", "remat"]),
+        ("gpu", 0, ["plain", "loose"]),
+        ("gpu", 200 * MIB, ["plain", "loose", "remat"]),
     ],
 )
 def test_before_the_first_step_two_programs_are_compiled(
@@ -94,6 +95,25 @@ def test_before_the_first_step_two_programs_are_compiled(
     backend, traced, problem, plan = planned(step)
     backend.lower(traced, problem, plan.solution.schedule)
     assert compiler == expected
+
+
+def test_a_schedule_is_written_strictly_once_a_lower_limit_asks_for_it(step, compiler, monkeypatch):
+    """Its loose step is known then, and does not keep to that limit."""
+    monkeypatch.setattr("keras_remat.backends.jax.live_target", lambda: live("gpu", "a device"))
+    compiler.surplus = 60 * MIB
+    backend, traced, problem, plan = planned(step)
+    schedule, resident = plan.solution.schedule, problem.profile.resident_bytes
+    loose = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule)
+    assert compiler == ["plain", "loose"]
+    lower = problem.with_budget(resident + 50 * MIB)
+    peak = backend.memory.compiled_peak_bytes(lower, schedule)
+    strict = backend.lower(traced, lower, schedule)
+    assert compiler == ["plain", "loose", "remat"]
+    assert peak <= lower.budget_bytes < plan.predicted.peak_bytes
+    assert memory(strict.compiled).added_bytes == peak - resident
+    assert memory(loose.compiled).added_bytes == 60 * MIB
+    again = backend.lower(traced, problem, schedule)
+    assert again.compiled is strict.compiled, "no step is compiled twice"
 
 
 def test_a_compilation_that_runs_out_of_memory_does_not_fit(step, compiler, monkeypatch):

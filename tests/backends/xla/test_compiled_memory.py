@@ -76,6 +76,35 @@ def test_a_plain_step_far_over_the_budget_by_another_size_of_it_is_not_compiled(
     assert asked[-1] == other.graph.fingerprint
 
 
+def within(room_bytes):
+    return PROBLEM.with_budget(RESIDENT + room_bytes)
+
+
+def test_a_schedule_is_written_anew_where_it_takes_more_than_a_limit_leaves():
+    asked = []
+
+    def compiled(problem, schedule):
+        asked.append(problem.room_bytes)
+        return 500 if problem.room_bytes is None or problem.room_bytes >= 500 else 400
+
+    memory = CompiledMemory(compiled, on_gpu=True, rewrites=True)
+    for room, takes in ((None, 500), (600, 500), (450, 400), (600, 400), (300, 400), (200, 400)):
+        problem = PROBLEM if room is None else within(room)
+        assert memory.compiled_peak_bytes(problem, TIGHT) == RESIDENT + takes
+        assert memory.peak_bytes(problem, TIGHT) == RESIDENT + takes
+    assert asked == [None, 450, 300], "and no more where no way is left"
+
+
+def test_what_a_run_took_more_counts_for_the_next_writing():
+    memory = CompiledMemory(
+        lambda problem, schedule: 500 if problem.room_bytes >= 500 else 400, rewrites=True
+    )
+    assert memory.compiled_peak_bytes(within(540), TIGHT) == RESIDENT + 500
+    memory.observe(PROBLEM, TIGHT, RESIDENT + 560)
+    assert memory.peak_bytes(within(540), TIGHT) == RESIDENT + 560
+    assert memory.compiled_peak_bytes(within(540), TIGHT) == RESIDENT + 460
+
+
 def test_what_was_compiled_serves_schedules_that_were_not():
     """A schedule as tight needs as much above the simulated bytes, at any batch size."""
     memory = CompiledMemory(lambda problem, schedule: None)

@@ -1,4 +1,4 @@
-"""FLOPs, bytes moved and roofline time of a compiled module, counted from its HLO text.
+"""Counts FLOPs, bytes moved and roofline time of a compiled module from its HLO text.
 
 The compiler's own ``cost_analysis`` counts neither cuDNN's nor cuBLAS's calls, which are most of a
 step on a GPU. Here every instruction that becomes a kernel is one: a fusion, a call of a library, a
