@@ -45,7 +45,8 @@ JAX_COLUMNS = (
     "losses differ by",
 )  # fmt: skip
 WRITTEN = (
-    ("limit_mib", 1), ("loose_mib", 1), ("loose_time", 2), ("strict_mib", 1), ("strict_time", 2),
+    ("limit_mib", 1), ("loose_mib", 1), ("loose_time", 2), ("held_mib", 1), ("held_time", 2),
+    ("strict_mib", 1), ("strict_time", 2),
 )  # fmt: skip
 #: What ``--check`` demands of predictions.
 WORST_ERROR = 0.03
@@ -97,9 +98,12 @@ def made(options: Any) -> int:
 
 
 def writings_table(rows: list[dict[str, Any]]) -> str:
-    """Returns what the two ways to write plans for GPUs down take, by the compiled modules; times
+    """Returns what the ways to write plans for GPUs down take, by the compiled modules; times
     are shares of the plain step's, by the card's roofline."""
-    columns = ("model, batch", "at", "limit MiB", "loose MiB", "time", "strict MiB", "time ")
+    columns = (
+        "model, batch", "at", "limit MiB", "loose MiB", "time", "held MiB", "time ", "strict MiB",
+        "time  ",
+    )  # fmt: skip
     lines = [head(columns, 1)]
     for row in rows:
         if "loose_mib" in row:

@@ -71,10 +71,11 @@ def make(name: str, card_name: str, shares: list[float], folder: str, factor: fl
 
 
 def writings(traced: Any, schedule: Any, card_name: str) -> dict[str, Any]:
-    """Returns bytes, and roofline time as a share of the plain step's, of both ways to write a
+    """Returns bytes, and roofline time as a share of the plain step's, of all ways to write a
     schedule down, counted from the compiled modules."""
     from keras_remat.backends.jax import lower as lowering
     from keras_remat.backends.jax.measure import memory
+    from keras_remat.backends.xla.protect import Writing
 
     rates = card(card_name).rates
 
@@ -82,8 +83,8 @@ def writings(traced: Any, schedule: Any, card_name: str) -> dict[str, Any]:
         return costs(compiled.as_text(), rates).time_s
 
     plain, found = seconds(lowering.lower_plain(traced)), {}
-    for name, strict in (("loose", False), ("strict", True)):
-        compiled = lowering.lower(traced, schedule, strict=strict)
+    for writing in Writing:
+        name, compiled = writing.name.lower(), lowering.lower(traced, schedule, writing)
         found[f"{name}_mib"] = memory(compiled).added_bytes / MIB
         found[f"{name}_time"] = seconds(compiled) / plain
     return found

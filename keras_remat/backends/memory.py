@@ -79,6 +79,10 @@ class MemoryModel(Protocol):
         """Returns the peak where compiling tells it before a run; ``None`` where only a run
         does."""
 
+    def compiled_time_ratio(self, problem: Problem, schedule: Schedule) -> float | None:
+        """Returns the time of a compiled schedule over that of Keras's own step, by what the
+        compiler made of both; ``None`` where that is not known."""
+
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from what a schedule measured."""
 
@@ -163,6 +167,10 @@ class CalibratedMemory:
         return self.peak_bytes(problem, schedule)
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
+        """Returns ``None``: only a run tells."""
+        return None
+
+    def compiled_time_ratio(self, problem: Problem, schedule: Schedule) -> float | None:
         """Returns ``None``: only a run tells."""
         return None
 

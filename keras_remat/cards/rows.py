@@ -199,12 +199,13 @@ class AskedStep:
         except NOT_FOUND as error:
             smallest = self._smallest_bytes(error, backend, problem, limit)
             return replace(begun, row=replace(row, verdict=DOES_NOT_FIT, smallest_bytes=smallest))
+        time_s = (plan.compiled or plan.predicted).time_s
         row = replace(
             row,
             verdict=WITH_A_PLAN,
-            overhead=plan.predicted.time_s / plain_s - 1 if plain_s > 0 else 0.0,
+            overhead=time_s / plain_s - 1 if plain_s > 0 else 0.0,
             smallest_bytes=plan.predicted.peak_bytes,
-            samples_per_s_planned=rate(plan.predicted.time_s),
+            samples_per_s_planned=rate(time_s),
             slices=None if traced.slicing is None else traced.slicing.parts,
         )
         return replace(begun, row=row, sliced=None if traced.whole is None else traced)

@@ -38,7 +38,7 @@ from keras_remat.reporting import html as page
 from keras_remat.reporting import mpl, pictures
 from keras_remat.reporting.layers import By
 from keras_remat.reporting.tables import Text, summary_text
-from keras_remat.reporting.text import plan_text, slices_text, status_text
+from keras_remat.reporting.text import overhead_source, plan_text, slices_text, status_text
 from keras_remat.solvers import solve
 from keras_remat.units import format_bytes
 
@@ -62,7 +62,8 @@ class Plan:
         name: for people.
         problem: the graph with the costs the plan was made from, so that a saved plan can be shown;
             ``None`` when left out.
-        compiled: predicted time, and the peak by the compiler's buffer assignment; ``None`` where
+        compiled: the peak by the compiler's buffer assignment, and the time by what it made of the
+            step, in proportion to what it made of Keras's own, or else as predicted; ``None`` where
             no compiler was asked.
         card: that it was made for, by its name in the table of cards; ``None`` for the live device.
         slicing: which ops of the traced step run in slices; ``fingerprint``, ``problem`` and the
@@ -88,9 +89,11 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """Returns (predicted time − store-all time) / store-all time, a ratio."""
+        """Returns (predicted time − store-all time) / store-all time, a ratio; by what a compiler
+        made of the step, where one was asked."""
         base_s = self.store_all.time_s
-        return (self.predicted.time_s - base_s) / base_s if base_s > 0 else 0.0
+        time_s = (self.compiled or self.predicted).time_s
+        return (time_s - base_s) / base_s if base_s > 0 else 0.0
 
     @property
     def recomputes(self) -> bool:
@@ -156,7 +159,7 @@ class Plan:
             f"Plan: peak {format_bytes(self.predicted.peak_bytes)} predicted, {measured}, "
             f"budget {format_bytes(self.budget_bytes)} "
             f"(store-all {format_bytes(self.store_all.peak_bytes)}); overhead {self.overhead:.1%} "
-            f"by {self.profile_source} op times; "
+            f"by {overhead_source(self)}; "
             f"{len(self.solution.schedule.recomputed)} ops recomputed; "
             f"{status_text(self.solution)}"
             + ("" if self.slicing is None else f"; {slices_text(self.slicing)}")

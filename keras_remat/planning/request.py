@@ -221,6 +221,8 @@ def plan_of(
     """Returns what was found as a plan."""
     store_all = Schedule.store_all(problem.graph)
     predicted = Usage(found.time_s, found.peak_bytes)
+    ratio = memory.compiled_time_ratio(problem, found.schedule) if found.is_exact else None
+    told = predicted if ratio is None else Usage(ratio * problem.store_all_time_s, found.peak_bytes)
     return Plan(
         problem.graph.fingerprint,
         budget_bytes,
@@ -230,7 +232,7 @@ def plan_of(
             memory.peak_bytes(problem.with_budget(budget_bytes), store_all),
         ),
         predicted,
-        compiled=predicted if found.is_exact else None,
+        compiled=told if found.is_exact else None,
         profile_source=problem.profile.source,
         device=problem.profile.device,
         name=problem.name,

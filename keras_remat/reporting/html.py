@@ -202,7 +202,7 @@ def _plan_tiles(planned: Planned) -> list[tuple[str, str, str]]:
         (f"peak {word}", format_bytes(usage.peak_bytes), "good" if kept else "bad"),
         ("budget", format_bytes(planned.budget_bytes), ""),
         ("plain peak, predicted", format_bytes(planned.store_all.peak_bytes), ""),
-        ("added time, predicted", overhead_text(planned), ""),
+        ("added time, predicted", overhead_text(planned, planned.compiled), ""),
         ("ops run again", str(again), ""),
     ]
 

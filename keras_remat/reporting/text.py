@@ -326,3 +326,10 @@ def overhead_text(plan: Planned, usage: Usage | None = None) -> str:
     """Returns the time that a plan adds: as predicted, or as ``usage`` says."""
     time_s, base_s = (usage or plan.predicted).time_s, plan.store_all.time_s
     return _percent((time_s - base_s) / base_s) if base_s > 0 else "-"
+
+
+def overhead_source(plan: Planned) -> str:
+    """Returns in words what a plan's overhead is told by."""
+    if plan.compiled is not None and plan.compiled.time_s != plan.predicted.time_s:
+        return "what the compiler made of it"
+    return f"{plan.profile_source} op times"

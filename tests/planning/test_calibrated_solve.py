@@ -6,16 +6,19 @@ from dataclasses import replace
 import pytest
 from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
 
+from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning import calibrated_solve
+from keras_remat.solvers import solve
 
 SIZE = 64
 PROBLEM = chain_problem(SIZE)
 PLAIN = store_all_peak(SIZE)
 BUDGET = int(PLAIN * 0.7)
 STORE_ALL = Schedule.store_all(PROBLEM.graph)
+RESIDENT = PROBLEM.profile.resident_bytes
 
 
 class Compiling(FakeBackend):
@@ -70,6 +73,23 @@ def test_the_nearest_of_all_that_were_compiled_is_told():
     peaks = [backend.compiled_peak_bytes(PROBLEM, s) for s in list(backend.compiled)]
     assert caught.value.best_peak_bytes == min(peaks) > floor
     assert caught.value.closest.peak_bytes == min(peaks)
+
+
+def test_a_schedule_that_is_known_to_take_more_is_written_anew_for_a_lower_limit():
+    """Loosely, every schedule takes three times as much, so none keeps to it."""
+
+    def compiled(problem, schedule):
+        added = simulate(problem, schedule or STORE_ALL).peak_bytes - RESIDENT
+        is_loose = problem.room_bytes is None or 3 * added <= problem.room_bytes
+        return 3 * added if schedule is not None and is_loose else added
+
+    memory = CompiledMemory(compiled, on_gpu=True, rewrites=True)
+    known = solve(PROBLEM.with_budget(BUDGET), solver="greedy", seed=0)
+    budget = simulate(PROBLEM, known.schedule).peak_bytes
+    assert memory.compiled_peak_bytes(PROBLEM, known.schedule) > budget
+    found = calibrated_solve.within_budget(PROBLEM, budget, memory, solver="greedy")
+    assert found.is_exact
+    assert found.peak_bytes == memory.peak_bytes(PROBLEM, found.schedule) <= budget
 
 
 def test_so_many_are_compiled_and_no_more(monkeypatch):

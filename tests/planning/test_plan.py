@@ -180,4 +180,7 @@ def test_text_has_the_numbers_and_where_they_are_from():
     assert "estimated" in str(plan)
     assert plan.recomputes
     assert plan.overhead == pytest.approx(plan.predicted.time_s / 16 - 1)
+    told = replace(plan, compiled=Usage(20.0, 1024))
+    assert told.overhead == pytest.approx(20 / 16 - 1)
+    assert "overhead 25.0% by what the compiler made of it" in str(told)
     assert "1 KiB measured" in str(replace(plan, measured=Usage(1.0, 1024)))

@@ -41,6 +41,7 @@ from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
+from keras_remat.backends.xla.module_costs import costs
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
@@ -88,6 +89,7 @@ class JaxBackend:
             self.device = AbsentDevice(target)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
         self._asked: Any = None  # the batch, where no array of it lies anywhere
+        self._times_s: dict[Any, float] = {}  # what was compiled → how long it takes
         self._newest: dict[Any, Written] = {}  # what was compiled → the step; the newest last
 
     @property
@@ -99,7 +101,12 @@ class JaxBackend:
     def memory(self) -> CompiledMemory:
         """Asks the compiler."""
         on_gpu = self.target.on_gpu
-        return CompiledMemory(self._compile_bytes, on_gpu=on_gpu, rewrites=on_gpu)
+        return CompiledMemory(
+            self._compile_bytes,
+            on_gpu=on_gpu,
+            rewrites=on_gpu,
+            compiled_time_s=self._compiled_time_s,
+        )
 
     @property
     def batch_multiple(self) -> int:
@@ -209,6 +216,7 @@ class JaxBackend:
             if key not in self._newest:
                 self._remember(key, Written(lowering.lower_plain(traced)))
             return self._newest[key].step
+        self._compiled_time_s(problem, None)  # while Keras's own is held
         known, room_bytes = self._newest.get(key), problem.room_bytes
         self._remember(key, lowering.lower_within(traced, schedule, room_bytes, known))
         return self._newest[key].step
@@ -219,7 +227,9 @@ class JaxBackend:
         return self.device.times_forgotten, traced.graph.fingerprint, traced.in_tree, schedule
 
     def _remember(self, key: Any, written: Written) -> None:
-        self._newest.pop(key, None)
+        before = self._newest.pop(key, None)
+        if before is None or before.step is not written.step:
+            self._times_s.pop(key, None)
         self._newest[key] = written
         for old in list(self._newest)[:-REMEMBERED_STEPS]:
             del self._newest[old]
@@ -243,6 +253,18 @@ class JaxBackend:
                 raise
             return traced.target.total_bytes or self.device.total_bytes()
         return memory(compiled).added_bytes
+
+    def _compiled_time_s(self, problem: Problem, schedule: Schedule | None) -> float | None:
+        """Returns the seconds of a step that was compiled for a card that is not there, by that
+        one's roofline; ``None`` elsewhere, where steps run, and where it is held no more."""
+        traced = self._traced.get(problem.graph.fingerprint)
+        if traced is None or traced.target.is_live:
+            return None
+        key = self._key(traced, schedule)
+        if key not in self._times_s and key in self._newest:
+            text = self._newest[key].step.as_text()
+            self._times_s[key] = costs(text, traced.target.rates).time_s
+        return self._times_s.get(key)
 
     # ---------------------------------------------------------------- the device
 

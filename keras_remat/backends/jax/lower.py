@@ -11,25 +11,25 @@ from typing import Any
 import jax
 
 from keras_remat.backends.jax import absent_device
-from keras_remat.backends.jax.kinds import kinds_of
+from keras_remat.backends.jax.kinds import CONVOLUTION, is_channels_first, kinds_of
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.jax.writer import writer_of
-from keras_remat.backends.xla.protect import Run
+from keras_remat.backends.xla.protect import Run, Writing
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 
 
 def step_function(
-    traced: JaxTracedStep, schedule: Schedule, *, strict: bool = True
+    traced: JaxTracedStep, schedule: Schedule, writing: Writing = Writing.STRICT
 ) -> Callable[[Any, Any], Any]:
     """Returns ``(state, batch) → (logs, state)`` that runs a schedule; traceable, not compiled.
 
     Args:
         traced: the step.
         schedule: a legal order for ``traced.graph``.
-        strict: see :mod:`keras_remat.backends.xla.protect`.
+        writing: see :mod:`keras_remat.backends.xla.protect`.
     """
     program, n_state = traced.program, len(jax.tree.leaves(traced.state_specs))
 
@@ -43,7 +43,7 @@ def step_function(
         early = set(range(len(given))) - set(range(n_state, program.n_inputs))
         writer = writer_of(traced)
         writer.given(given)
-        run = Run(traced, kinds_of(traced.target), writer, given, early, strict=strict)
+        run = Run(traced, kinds_of(traced.target), writer, given, early, writing=writing)
         run.order(schedule.order)
         logs, new_state = jax.tree.unflatten(
             traced.out_tree, [run.output(a) for a in program.outputs]
@@ -86,30 +86,39 @@ def lower_within(
         room_bytes: what it may add to the resident bytes; ``None`` for no limit.
         known: the same, compiled for another limit.
     """
-    ways = (False, True) if traced.target.on_gpu else (True,)
-    found = known or Written(lower(traced, schedule, strict=ways[0]))
-    for strict in ways[found.ways :]:
+    ways = _ways(traced)
+    found = known or Written(lower(traced, schedule, ways[0]))
+    for writing in ways[found.ways :]:
         if room_bytes is None or found.added_bytes <= room_bytes:
             break
-        other = Written(lower(traced, schedule, strict=strict))
+        other = Written(lower(traced, schedule, writing))
         least = min(found, other, key=lambda written: written.added_bytes)
         found = replace(least, ways=found.ways + 1)
     return found
 
 
-def lower(traced: JaxTracedStep, schedule: Schedule, *, strict: bool = True) -> Any:
+def _ways(traced: JaxTracedStep) -> tuple[Writing, ...]:
+    """Returns how a schedule may be written where the step will run, the quickest way first."""
+    program, target = traced.program, traced.target
+    images = (program.avals[e.outputs[0]] for e in program.equations if e.kind == CONVOLUTION)
+    if not target.on_gpu or any(is_channels_first(image.dtype, target) for image in images):
+        return (Writing.STRICT,)
+    return tuple(Writing)
+
+
+def lower(traced: JaxTracedStep, schedule: Schedule, writing: Writing = Writing.STRICT) -> Any:
     """Compiles a schedule.
 
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
         schedule: a legal order for ``traced.graph``.
-        strict: see :mod:`keras_remat.backends.xla.protect`.
+        writing: see :mod:`keras_remat.backends.xla.protect`.
 
     Returns:
         A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the
         state is donated.
     """
-    step = step_function(traced, schedule, strict=strict)
+    step = step_function(traced, schedule, writing)
     return compile_step(step, traced.state_specs, traced.batch_specs, traced.target)
 
 

@@ -37,6 +37,8 @@ takes so many times the room that a budget leaves. For an H100, 16 samples tell 
 #: (:attr:`~keras_remat.core.problem.Problem.room_bytes`), or of Keras's own step (``None``);
 #: ``None`` where only a run tells.
 Compile = Callable[[Problem, Schedule | None], int | None]
+#: Seconds of the same, by the roofline of where it will run; ``None`` where they are not known.
+CompiledTime = Callable[[Problem, Schedule | None], float | None]
 _Key = tuple[str, tuple[int, ...] | None]
 
 
@@ -73,12 +75,21 @@ class CompiledMemory:
         on_gpu: whether XLA:GPU does, or XLA:CPU.
         rewrites: whether a schedule that takes more than its budget leaves is written in another
             way.
+        compiled_time_s: tells how long something takes that was compiled.
     """
 
     order_matters = restores_after_plain = False
 
-    def __init__(self, compile_bytes: Compile, *, on_gpu: bool = False, rewrites: bool = False):
+    def __init__(
+        self,
+        compile_bytes: Compile,
+        *,
+        on_gpu: bool = False,
+        rewrites: bool = False,
+        compiled_time_s: CompiledTime = lambda problem, schedule: None,
+    ):
         self._compile_bytes, self.rewrites = compile_bytes, rewrites
+        self._compiled_time_s = compiled_time_s
         self._first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
         self._known: dict[_Key, _Known] = {}
         # key → simulated bytes, those of store-all, and those it takes
@@ -108,6 +119,12 @@ class CompiledMemory:
         """Returns the peak by compiling the schedule, where that tells."""
         added = self._added_bytes(problem, schedule)
         return None if added is None else problem.profile.resident_bytes + added
+
+    def compiled_time_ratio(self, problem: Problem, schedule: Schedule) -> float | None:
+        """Returns the time of a compiled schedule over that of Keras's own step."""
+        plain_s = self._compiled_time_s(problem, None)
+        time_s = self._compiled_time_s(problem, schedule)
+        return time_s / plain_s if time_s and plain_s else None
 
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Takes the most that a schedule measured for what it needs."""

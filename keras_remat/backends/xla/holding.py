@@ -54,3 +54,21 @@ def waiting(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
         for at, inputs in read.items()
         if at in first and any(is_let_go(one, first[at]) for one in inputs)
     )
+
+
+def read_from_memory(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
+    """Returns the positions of an order whose result something reads that no kernel computes it in,
+    a product for instance, before it is computed again.
+
+    Args:
+        graph, order, kinds: as of :func:`waiting`.
+    """
+    fusible = kinds.fusible | kinds.reductions
+    made: dict[int, int] = {}  # value → where it was computed last
+    found: set[int] = set()
+    for at, op_id in enumerate(order):
+        op = graph.ops[op_id]
+        if op.kind not in fusible:
+            found.update(made[value] for value in op.inputs if value in made)
+        made.update(dict.fromkeys(op.outputs, at))
+    return frozenset(found)

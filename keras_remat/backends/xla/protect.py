@@ -36,13 +36,28 @@ recomputation, by a trigger of all that the part before left behind. Sums and jo
 among that, so each exists before the next part begins; XLA would add up all parts in one kernel,
 which reads them all.
 
-**Strict or not.** What keeps the phases apart and holds values costs time where XLA had computed
-several values in one kernel. Some steps need it, others do not: at half of plain's bytes, compiled
-for an H200 (``benchmarks/gpu_models.py --make``), a U-Net takes 349 MiB strictly and 393 else, of
-359, in 1.28 and 1.05 of plain's time by the roofline; a ViT 1,246 and 1,253, of 1,359, in 1.33 and
-1.11. So on a GPU a schedule is written without it first, and strictly where that does not keep to
-the limit
-(:func:`keras_remat.backends.jax.lower.lower_within`).
+**Three ways to write a schedule** (:class:`Writing`). What keeps the phases apart and holds values
+costs time where XLA had computed several values in one kernel. Some steps need it, others do not.
+Compiled for an H100, in plain's bytes and plain's time by the roofline:
+
+======================================  ===========  ===========  ===========
+step                                    loosely      held         strictly
+======================================  ===========  ===========  ===========
+a U-Net, planned for 0.5                0.640, 1.03  0.498, 1.13  0.498, 1.24
+residual blocks, planned for 0.4        0.478, 1.14  0.412, 1.32  0.412, 1.36
+inverted residual blocks, for 0.4       0.491, 1.07  0.464, 1.16  0.464, 1.19
+======================================  ===========  ===========  ===========
+
+So on a GPU a schedule is written loosely first, and otherwise where that does not keep to the limit
+(:func:`keras_remat.backends.jax.lower.lower_within`). Two things make the second way quicker than
+the third. A guard needs no trigger of its own: each waits for what was computed just before, and of
+two sums of one gradient, say, the second could not be computed beside the first. And a value that a
+product or a convolution reads exists without a barrier, which only keeps other sums of it out of
+the kernel that makes it.
+
+Where images lie channels first (:func:`keras_remat.backends.jax.kinds.is_channels_first`), barriers
+spare copies of them: on a T4 the three took 1.19, 1.50 and 1.76 of plain's time loosely, and 1.12,
+1.32 and 1.30 strictly. There a step with convolutions is written strictly at once.
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
@@ -57,11 +72,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, Protocol
 
 from keras_remat.backends.xla.fused_graph import FusedStep
 from keras_remat.backends.xla.fusion import HELD_BYTES, Equation, Kinds
-from keras_remat.backends.xla.holding import waiting
+from keras_remat.backends.xla.holding import read_from_memory, waiting
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.core.slices import Origin
 
@@ -76,7 +92,8 @@ _FILLS = ("join", "sum")
 none of XLA's kernels."""
 
 STALE_OPS = 8
-"""A spread bias makes do with a trigger that is this many ops old."""
+"""A spread bias makes do with a trigger that is this many ops old, and so does what only has to be
+of the backward phase, where a schedule is not written strictly."""
 
 
 FLOAT_FILL, INTEGER_FILL = 0.8203125, 105
@@ -84,6 +101,17 @@ FLOAT_FILL, INTEGER_FILL = 0.8203125, 105
 constant, and a select between equal constants is folded before any pass of XLA sees it. So these
 are numbers that programs do not write, and that every type of at least 8 bits can hold (but for
 8-bit floats, which round the first)."""
+
+
+class Writing(Enum):
+    """How much of a schedule is protected where no op runs again; see the module."""
+
+    LOOSE = auto()
+    """Nothing."""
+    HELD = auto()
+    """Values that no product reads are held, and the phases kept apart, roughly."""
+    STRICT = auto()
+    """All of it, as on a CPU."""
 
 
 class Writer(Protocol):
@@ -172,7 +200,7 @@ class Run:
         given: Sequence[Any],
         early: Iterable[int],
         *,
-        strict: bool = True,
+        writing: Writing = Writing.STRICT,
     ):
         """Args:
         traced: the step.
@@ -180,9 +208,9 @@ class Run:
         writer: the framework.
         given: the program's inputs, in the order of their numbers.
         early: those of them that need nothing of the batch.
-        strict: whether the phases are kept apart, and values are held; see the module.
+        writing: how strictly.
         """
-        self._strict = strict
+        self._writing = writing
         self._program, self._graph = traced.program, traced.graph
         self._handles, self._numbers = traced.handles, traced.numbers
         self._kinds, self._writer = kinds, writer
@@ -203,17 +231,21 @@ class Run:
 
     def order(self, order: Sequence[int]) -> None:
         """Runs a whole order."""
-        holds = self._strict and self._writer.uses_barriers
+        holds = self._writing is not Writing.LOOSE and self._writer.uses_barriers
         held = waiting(self._graph, order, self._kinds) if holds else ()
+        exist: frozenset[int] = frozenset()
+        if self._writing is Writing.HELD:
+            exist = read_from_memory(self._graph, order, self._kinds)
         for at, op_id in enumerate(order):
-            self.op(op_id, waits=at in held)
+            self.op(op_id, waits=at in held, exists=at in exist)
 
-    def op(self, op_id: int, *, waits: bool = False) -> None:
+    def op(self, op_id: int, *, waits: bool = False, exists: bool = False) -> None:
         """Runs one position of an order.
 
         Args:
             op_id: what runs.
             waits: whether its result has to exist before it is read.
+            exists: whether it is known to exist without a barrier.
         """
         op = self._graph.ops[op_id]
         again = op_id in self._ran
@@ -227,7 +259,7 @@ class Run:
             results = self._chain(op_id, again)
             if self._writer.uses_barriers:
                 fills = bool(self._origins) and self._origins[op_id].role in _FILLS
-                self._hold(op_id, results, waits=waits or fills)
+                self._hold(op_id, results, waits=waits or fills, exists=exists)
             else:
                 self._pin(op_id, results)
         for value_id in op.outputs:
@@ -291,7 +323,7 @@ class Run:
                 return
             (number,) = operands
 
-    def _hold(self, op_id: int, results: dict[int, _Value], *, waits: bool) -> None:
+    def _hold(self, op_id: int, results: dict[int, _Value], *, waits: bool, exists: bool) -> None:
         """Replaces the sum of two large values that several ops read, or what waits for its reader,
         by one that exists.
 
@@ -299,6 +331,7 @@ class Run:
             op_id: an op that has just run.
             results: by number, all that it computed.
             waits: whether it waits.
+            exists: whether the sum is known to exist.
         """
         op, sizes = self._graph.ops[op_id], self._program.sizes
         if waits:
@@ -306,7 +339,9 @@ class Run:
             held = results[number]
             results[number] = replace(held, written=self._writer.hold(held.written))
             return
-        if not self._strict or not op.outputs or len(self._graph.readers[op.outputs[0]]) < 2:
+        if self._writing is Writing.LOOSE or exists:
+            return
+        if not op.outputs or len(self._graph.readers[op.outputs[0]]) < 2:
             return
         number = self._numbers[op.outputs[0]]
         kinds = {
@@ -414,11 +449,12 @@ class Run:
             and not inputs[self._kinds.pooling_gradients[equation.kind]].late
         ):
             self._guard_input(equation, inputs, self._kinds.pooling_gradients[equation.kind])
-        elif not self._strict:
+        elif self._writing is Writing.LOOSE:
             return
         elif not any(x.late for x in inputs):
-            self._guard_cheapest(equation, inputs)
-        elif equation.kind in self._kinds.elementwise:
+            stale_ops = STALE_OPS if self._writing is Writing.HELD else 1
+            self._guard_cheapest(equation, inputs, stale_ops=stale_ops)
+        elif self._writing is Writing.STRICT and equation.kind in self._kinds.elementwise:
             size = self._program.sizes[equation.outputs[0]]
             for at, atom in enumerate(equation.inputs):
                 if (
@@ -428,8 +464,11 @@ class Run:
                 ):
                     self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
 
-    def _guard_cheapest(self, equation: Equation, inputs: list[_Value], anew: bool = True) -> None:
-        """Replaces the cheapest input by its guarded self; ``anew``: by a newer trigger, if any."""
+    def _guard_cheapest(
+        self, equation: Equation, inputs: list[_Value], stale_ops: int = 1, anew: bool = True
+    ) -> None:
+        """Replaces the cheapest input by its guarded self; ``stale_ops`` and ``anew`` as of
+        :meth:`_guard_input`."""
 
         def cost(at: int) -> tuple[bool, int]:
             atom = equation.inputs[at]
@@ -445,7 +484,7 @@ class Run:
             and self._writer.may_guard(equation, inputs[at].written)
         ]
         if usable:
-            self._guard_input(equation, inputs, min(usable, key=cost), anew=anew)
+            self._guard_input(equation, inputs, min(usable, key=cost), stale_ops, anew)
 
     def _guard_input(
         self,

@@ -18,6 +18,8 @@ from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.versions import check_card_compiler
+from keras_remat.backends.xla.module_costs import costs
+from keras_remat.backends.xla.protect import Writing
 from keras_remat.cards.table import CARDS, card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -95,10 +97,10 @@ def built(build, policy):
 class Step:
     """A step as it is written for a card, and what the compiler left of it."""
 
-    def __init__(self, traced, schedule):
-        function = (
-            traced.train_step if schedule is None else lowering.step_function(traced, schedule)
-        )
+    def __init__(self, traced, schedule, writing=Writing.STRICT):
+        function = traced.train_step
+        if schedule is not None:
+            function = lowering.step_function(traced, schedule, writing)
         specs = absent_device.lying_on((traced.state_specs, traced.batch_specs), traced.target)
         lowered = jax.jit(function, donate_argnums=0).lower(*specs)
         with absent_device.compiler_options() as options:
@@ -167,6 +169,21 @@ def test_no_copy_of_an_image_is_kept(compiler, build, policy):
     store_all = Schedule.store_all(traced.graph)
     most = simulate(problem, store_all).peak_bytes - problem.profile.resident_bytes
     assert memory(lowering.lower(traced, store_all)).added_bytes < 1.05 * most
+
+
+@pytest.mark.card
+def test_what_is_held_takes_about_the_bytes_of_a_strict_step_and_is_quicker(compiler):
+    model, batch = built(residual, "float32")
+    traced = trace(model, batch, target=card("H100"))
+    problem = Problem(traced.graph, estimated_profile(traced))
+    resident = problem.profile.resident_bytes
+    most = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes - resident
+    half = problem.with_budget(resident + most // 2)
+    order = solve(half, solver="greedy", time_limit_s=10.0).schedule
+    held, strict = (Step(traced, order, way) for way in (Writing.HELD, Writing.STRICT))
+    assert held.added_bytes <= 1.05 * strict.added_bytes
+    rates = traced.target.rates
+    assert costs(held.optimized, rates).time_s < costs(strict.optimized, rates).time_s
 
 
 def test_what_only_a_compiler_reads_is_gone_when_it_has_compiled(tmp_path, monkeypatch):

@@ -10,9 +10,11 @@ import pytest
 
 import keras_remat
 from keras_remat.backends.base import load_backend, preserved_state
-from keras_remat.backends.jax import LoweredStep, lowering
+from keras_remat.backends.jax import JaxBackend, LoweredStep, lowering
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.private import state_values
+from keras_remat.backends.xla.protect import Writing
+from keras_remat.cards.table import card
 from keras_remat.core.limit import Limit
 from keras_remat.core.target import live
 from keras_remat.planning.request import PlanRequest, plan_for
@@ -40,20 +42,22 @@ def step():
 class Seen(list):
     """What is compiled."""
 
-    surplus = 0
+    def __init__(self):
+        super().__init__()
+        self.takes = {}
 
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Notes what is compiled; a schedule takes 0.6 of what is alive, but ``surplus`` bytes where
-    that is set and it is not written strictly."""
+    """Notes what is compiled; a schedule takes 0.6 of what is alive, or what is said of the way in
+    which it is written."""
     seen = Seen()
 
-    def lower(traced, schedule, *, strict=True):
-        seen.append("remat" if strict else "loose")
+    def lower(traced, schedule, writing=Writing.STRICT):
+        seen.append(writing.name)
         problem = keras_remat.Problem(traced.graph, load_backend().estimated_profile(traced))
         alive = keras_remat.simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
-        return compiled(seen.surplus if seen.surplus and not strict else int(0.6 * alive))
+        return compiled(seen.takes.get(writing, int(0.6 * alive)))
 
     def lower_plain(traced):
         seen.append("plain")
@@ -77,38 +81,53 @@ def planned(step, budget_bytes=None):
     return backend, traced, problem, plan_for(request)
 
 
+LARGE = {Writing.LOOSE: 200 * MIB, Writing.HELD: 200 * MIB}
+
+
 @pytest.mark.parametrize(
-    ("platform", "surplus", "expected"),
+    ("target", "takes", "expected"),
     [
-        ("cpu", 0, ["plain", "remat"]),
-        ("gpu", 0, ["plain", "loose"]),
-        ("gpu", 200 * MIB, ["plain", "loose", "remat"]),
+        (live("cpu", "a device"), {}, ["plain", "STRICT"]),
+        (live("gpu", "a device"), {}, ["plain", "LOOSE"]),
+        (live("gpu", "a device"), LARGE, ["plain", "LOOSE", "HELD", "STRICT"]),
     ],
 )
 def test_before_the_first_step_two_programs_are_compiled(
-    step, compiler, monkeypatch, platform, surplus, expected
+    step, compiler, monkeypatch, target, takes, expected
 ):
     """Keras's own, to know its bytes, and the one that runs, with the kernels that run; on a GPU
     strictly only where it does not keep to the limit else."""
-    monkeypatch.setattr("keras_remat.backends.jax.live_target", lambda: live(platform, "a device"))
-    compiler.surplus = surplus
+    monkeypatch.setattr("keras_remat.backends.jax.live_target", lambda: target)
+    compiler.takes = takes
     backend, traced, problem, plan = planned(step)
     backend.lower(traced, problem, plan.solution.schedule)
     assert compiler == expected
 
 
+def test_where_images_lie_channels_first_convolutions_are_written_strictly_at_once(compiler):
+    """As on a T4; other steps are not."""
+    expected = {"T4": [["STRICT"], ["LOOSE"]], "H100": [["LOOSE"], ["LOOSE"]]}
+    for name, written in expected.items():
+        backend = JaxBackend(card(name))
+        for model, ways in zip((models.convnet(), models.mixer()), written, strict=True):
+            traced = backend.trace(model, backend.example_batch(model, 8))
+            compiler.clear()
+            lowering.lower_within(traced, keras_remat.Schedule.store_all(traced.graph), None)
+            assert compiler == ways
+
+
 def test_a_schedule_is_written_strictly_once_a_lower_limit_asks_for_it(step, compiler, monkeypatch):
     """Its loose step is known then, and does not keep to that limit."""
     monkeypatch.setattr("keras_remat.backends.jax.live_target", lambda: live("gpu", "a device"))
-    compiler.surplus = 60 * MIB
+    compiler.takes = {Writing.LOOSE: 60 * MIB, Writing.HELD: 60 * MIB}
     backend, traced, problem, plan = planned(step)
     schedule, resident = plan.solution.schedule, problem.profile.resident_bytes
     loose = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule)
-    assert compiler == ["plain", "loose"]
+    assert compiler == ["plain", "LOOSE"]
     lower = problem.with_budget(resident + 50 * MIB)
     peak = backend.memory.compiled_peak_bytes(lower, schedule)
     strict = backend.lower(traced, lower, schedule)
-    assert compiler == ["plain", "loose", "remat"]
+    assert compiler == ["plain", "LOOSE", "HELD", "STRICT"]
     assert peak <= lower.budget_bytes < plan.predicted.peak_bytes
     assert memory(strict.compiled).added_bytes == peak - resident
     assert memory(loose.compiled).added_bytes == 60 * MIB
@@ -120,7 +139,7 @@ def test_a_compilation_that_runs_out_of_memory_does_not_fit(step, compiler, monk
     backend, traced, problem, plan = planned(step)
     assert isinstance(backend.lower(traced, problem, plan.solution.schedule), LoweredStep)
 
-    def lower(traced, schedule, *, strict=True):
+    def lower(traced, schedule, writing=Writing.STRICT):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: while choosing kernels")
 
     monkeypatch.setattr(lowering, "lower", lower)
@@ -135,7 +154,7 @@ def test_a_compilation_that_runs_out_of_memory_does_not_fit(step, compiler, monk
 
 
 def test_a_compilation_that_fails_otherwise_says_so(step, compiler, monkeypatch):
-    def lower(traced, schedule, *, strict=True):
+    def lower(traced, schedule, writing=Writing.STRICT):
         raise jax.errors.JaxRuntimeError("INTERNAL: a defect")
 
     monkeypatch.setattr(lowering, "lower", lower)

@@ -156,3 +156,6 @@ def test_a_plan_compiled_for_a_card():
     plan = keras_remat.make_plan(model, batch, limit, card="T4", solver_time_limit_s=5.0)
     assert plan.recomputes
     assert np.less_equal(plan.compiled.peak_bytes, plan.budget_bytes)
+    assert plan.compiled.time_s != plan.predicted.time_s, "counted from the compiled modules"
+    assert abs(plan.overhead) < 0.5
+    assert "what the compiler made of it" in str(plan)

@@ -105,6 +105,17 @@ def test_what_a_run_took_more_counts_for_the_next_writing():
     assert memory.compiled_peak_bytes(within(540), TIGHT) == RESIDENT + 460
 
 
+def test_the_time_of_a_schedule_is_told_where_both_steps_are_known():
+    seconds = {None: 2.0, TIGHT: 2.5}
+    memory = CompiledMemory(
+        lambda problem, schedule: None, compiled_time_s=lambda problem, s: seconds.get(s)
+    )
+    assert memory.compiled_time_ratio(PROBLEM, TIGHT) == 1.25
+    assert memory.compiled_time_ratio(PROBLEM, STORE_ALL) is None
+    unknown = CompiledMemory(lambda problem, schedule: None)
+    assert unknown.compiled_time_ratio(PROBLEM, TIGHT) is None
+
+
 def test_what_was_compiled_serves_schedules_that_were_not():
     """A schedule as tight needs as much above the simulated bytes, at any batch size."""
     memory = CompiledMemory(lambda problem, schedule: None)
