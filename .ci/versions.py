@@ -31,7 +31,10 @@ EXAMPLES = {
     "jax": "examples/jax_fit.py",
     "torch": "examples/torch_fit.py",
 }
-OF_ALL = ("test_accumulate.py", "test_batches.py", "test_fit.py", "test_versions.py")
+OF_ALL = (
+    "test_accumulate.py", "test_batches.py", "test_conformance.py", "test_fit.py",
+    "test_versions.py",
+)  # fmt: skip
 SHORT = {
     "tensorflow": ("test_versions.py", "tensorflow/test_private.py", "tensorflow/test_swap.py"),
     "jax": ("test_versions.py", "jax/test_private.py", "jax/test_swap.py", "jax/test_trace.py"),

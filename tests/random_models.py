@@ -39,8 +39,12 @@ def advised(message):
     return parse_bytes(re.search(r"limit of ([\d.]+ \w+) does", message)[1])
 
 
-def follow_advice(seed, *, compilation="auto"):
+def follow_advice(seed, *, compilation="auto", **options):
     """Gives a random model too little, and then what its refusal advises.
+
+    Args:
+        seed: of the model.
+        compilation, options: of ``RematAutotune``.
 
     Returns:
         A row: ``refused`` and ``advised`` bytes, how many ``refusals`` there were, the limit that
@@ -50,7 +54,7 @@ def follow_advice(seed, *, compilation="auto"):
 
     def fit(limit):
         tuner = keras_remat.RematAutotune(
-            limit, batch_size="keep", compilation=compilation, verbose=0
+            limit, batch_size="keep", compilation=compilation, verbose=0, **options
         )
         try:
             model.fit(x, y, batch_size=batch, verbose=0, callbacks=[tuner])

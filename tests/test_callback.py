@@ -15,7 +15,6 @@ import keras_remat
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.reporting.fit_report import LOG_KEYS
 from keras_remat.training.tools import Tools
-from keras_remat.units import MIB
 
 QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
 SAMPLES, BATCH = 4096, 1024
@@ -120,44 +119,6 @@ def test_log_keys_are_there_every_epoch(tight_run):
         assert all(isinstance(number, float) for number in history[key])
     assert history["remat_batch_size"] == [BATCH] * 3
     assert [epoch.samples for epoch in remat.report.epochs] == [SAMPLES] * 3
-
-
-def test_plan_file_is_used_again_and_refused_by_another_model(tight_run, tmp_path):
-    _, _, remat, limit, _ = tight_run
-    remat.plan.save(tmp_path / "plan.json")
-    assert keras_remat.load_plan(tmp_path / "plan.json") == remat.plan
-    model, data = model_and_data()
-    again = callback(
-        2 * limit, plan=tmp_path / "plan.json"
-    )  # a limit that no other data in this process pushes the plan over
-    fit(model, data, again, batch_size=BATCH)
-    assert again.plan.solution.schedule == remat.plan.solution.schedule
-    assert "risk" not in [event.kind for event in again.report.events]
-    other, data = small()
-    before = other.get_weights()
-    with pytest.raises(keras_remat.PlanMismatchError):
-        fit(other, data, callback(limit, plan=remat.plan))
-    keras_models.assert_same_bits(other.get_weights(), before)
-    assert_given_back(other)
-
-
-def test_limit_below_the_floor_is_refused_before_anything_was_trained():
-    model, data = model_and_data(BATCH)
-    backend = keras_remat.backends.tensorflow.backend()
-    limit = tight_limit(model, data, share=-0.2)
-    before = model.get_weights()  # tight_limit() has built the optimizer
-    fresh = [v.numpy() for v in model.optimizer.variables]
-    with pytest.raises(keras_remat.InfeasibleBudgetError) as caught:
-        fit(model, data, callback(limit), batch_size=BATCH)
-    keras_models.assert_same_bits(model.get_weights(), before)
-    keras_models.assert_same_bits([v.numpy() for v in model.optimizer.variables], fresh)
-    error = caught.value
-    assert error.op_name in str(error)
-    assert error.floor_bytes > error.budget_bytes
-    assert "your limit of" in str(error)
-    assert "The weights, slots and data alone take" in str(error)
-    assert_given_back(model)
-    assert backend.device.in_use_bytes() < 1000 * MIB
 
 
 # ------------------------------------------------------------------ the train function comes back

@@ -15,7 +15,10 @@ from own_process import environment, output_of
 FOLDER = Path(__file__).parent / "torch"
 ROOT = FOLDER.parents[2]
 #: What is asked of every framework.
-OF_ALL = ("test_accumulate.py", "test_batches.py", "test_fit.py", "test_versions.py")
+OF_ALL = (
+    "test_accumulate.py", "test_batches.py", "test_conformance.py", "test_fit.py",
+    "test_versions.py",
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"

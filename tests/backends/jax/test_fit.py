@@ -136,18 +136,6 @@ def test_a_settled_step_walks_over_no_state_and_waits_for_nothing(tight_run):
     assert tight_run[-1] == []
 
 
-def test_limit_below_the_floor_is_refused_before_anything_was_trained():
-    model, data = small()
-    limit = tight_limit(model, data, 0.02)
-    before = model.get_weights()
-    with pytest.raises(keras_remat.InfeasibleBudgetError, match="limit of"):
-        fit(model, data, callback(limit))
-    for a, b in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert_given_back(model)
-    fit(model, data)
-
-
 # ------------------------------------------------------------------ a step that is traced once
 
 
@@ -397,28 +385,6 @@ def test_an_order_is_refused_with_the_reason():
 
 
 # ------------------------------------------------------------------ without training
-
-
-def test_plan_without_training_leaves_the_model_alone_and_its_file_is_used(tmp_path):
-    model, data = large()
-    limit = tight_limit(model, data, 0.75)
-    before = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
-    plan = keras_remat.make_plan(
-        model, tuple(part[:BATCH] for part in data), limit, solver="greedy"
-    )
-    for variable, value in zip((*model.variables, *model.optimizer.variables), before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
-    assert plan.predicted.peak_bytes <= 0.95 * limit < plan.store_all.peak_bytes
-    assert plan.profile_source == "estimated"
-    plan.save(tmp_path / "plan.json")
-    remat = callback(limit, plan=tmp_path / "plan.json")
-    fit(model, data, remat)
-    assert remat.plan.solution.schedule == plan.solution.schedule
-    assert remat.plan.measured.peak_bytes <= limit
-    other, data = small()
-    with pytest.raises(keras_remat.PlanMismatchError):
-        fit(other, data, callback(limit, plan=plan))
-    assert_given_back(other)
 
 
 def test_the_largest_batch_is_larger_with_recomputation():

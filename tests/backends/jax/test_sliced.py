@@ -1,7 +1,5 @@
 """Steps in slices on JAX compute what whole ones do, in less memory once they are compiled."""
 
-from contextlib import nullcontext
-
 import jax
 import jax.numpy as jnp
 import jax_models as models
@@ -9,14 +7,12 @@ import keras
 import numpy as np
 import pytest
 
-import keras_remat
 from keras_remat.backends.jax import JaxBackend, backend, private
 from keras_remat.backends.jax.lower import lower, lower_plain
 from keras_remat.backends.jax.measure import copy_state, memory
 from keras_remat.backends.jax.sliced import part_source
 from keras_remat.backends.versions import check_card_compiler
 from keras_remat.cards.table import card
-from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import Slicing
@@ -161,80 +157,6 @@ def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums():
         changed = float(np.max(np.abs(np.asarray(other) - np.asarray(first)), initial=0))
         bound = 1e-5 * changed + 3e-7 * max(1.0, float(np.max(np.abs(other), initial=0)))
         np.testing.assert_allclose(mine, other, rtol=0, atol=bound)
-
-
-def below_the_floor(model, batch, share):
-    """A limit that leaves ``share`` of what the step's largest op needs beside what is resident."""
-    on = backend()
-    step = traced(model, batch, on)
-    problem = Problem(step.graph, on.estimated_profile(step, on.device.in_use_bytes()))
-    resident = problem.profile.resident_bytes
-    return int(resident + share * (problem.floor_bytes - resident)), problem.floor_bytes
-
-
-def test_fit_trains_below_the_floor_with_the_numbers_of_the_whole_batch(tmp_path):
-    def trained(*callbacks):
-        model, (x, y) = head()
-        fitted = model.fit(x, y, batch_size=16, epochs=4, verbose=0, callbacks=callbacks)
-        return fitted.history["loss"], model
-
-    expected, reference = trained()
-    reference = reference.get_weights()
-    keras.utils.clear_session(free_memory=True)
-    limit, floor = below_the_floor(*head(), 0.6)
-    assert limit < floor
-    options = {"margin": 0.0, "solver_time_limit_s": 4, "verbose": 0}
-    callback = keras_remat.RematAutotune(limit, "keep", **options)
-    losses, model = trained(callback)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for ours, theirs in zip(model.get_weights(), reference, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-    (event,) = [one for one in callback.report.events if one.kind == EventKind.SLICES]
-    assert f"in {callback.plan.slicing.parts} slices" in event.message
-    assert callback.plan.measured.peak_bytes <= limit
-    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
-    callback.plan.save(tmp_path / "plan.json")
-    del model, ours
-    keras.utils.clear_session(free_memory=True)
-    again = keras_remat.RematAutotune(
-        limit, "keep", plan=keras_remat.load_plan(tmp_path / "plan.json"), **options
-    )
-    trained(again)
-    assert again.plan.solution.schedule == callback.plan.solution.schedule
-    assert again.plan.slicing == callback.plan.slicing
-
-
-def fitted(count, size, **options):
-    """History, state and callback of some epochs of a network with batch normalization and dropout;
-    without options, of plain ``fit``."""
-    keras.utils.set_random_seed(0)
-    model = models.small()
-    x, y = models.batch(model, count)
-    made = [keras_remat.RematAutotune(batch_size="keep", verbose=0, **options)] if options else []
-    history = model.fit(x, y, batch_size=size, epochs=5, shuffle=False, verbose=0, callbacks=made)
-    return history.history, private.state_values(model), made
-
-
-def test_micro_batches_are_slices_with_the_numbers_of_the_whole_batch(recwarn):
-    """Twenty steps; four do not divide ten samples, and five do; the last two are two slices."""
-    expected, state, _ = fitted(32, 10)
-    history, ours, (callback,) = fitted(32, 10, micro_batches=4)
-    assert callback.plan.slicing.parts == 5
-    assert not [one for one in recwarn if "keras_remat" in str(one.message)]
-    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
-    for key in expected:
-        assert history[key] == pytest.approx(expected[key], rel=1e-5)
-    for mine, other in zip(*map(jax.tree.leaves, (ours, state)), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("samples", "reason"), [(7, "divides a batch of 7"), (1, "")])
-def test_micro_batches_that_cannot_be_slices_say_so(samples, reason):
-    with pytest.warns(UserWarning, match="see one micro-batch") if reason else nullcontext():
-        _, _, (callback,) = fitted(samples, samples, micro_batches=3)
-    told = [str(event.message) for event in callback.report.events]
-    assert any(reason in message for message in told)
-    assert callback.plan is None or callback.plan.slicing is None
 
 
 def test_what_depends_on_other_samples_stays_whole():

@@ -1,6 +1,5 @@
 """Steps in slices on PyTorch compute what whole ones do, in less memory."""
 
-from contextlib import nullcontext
 from random import Random
 
 import keras
@@ -15,7 +14,6 @@ from random_schedules import random_schedule
 import keras_remat
 from keras_remat.backends.torch import backend
 from keras_remat.backends.torch.variables import places_of
-from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -139,82 +137,6 @@ def below_the_floor(model, batch, share):
     problem = Problem(step.graph, on.estimated_profile(step, on.device.in_use_bytes()))
     resident = problem.profile.resident_bytes
     return int(resident + share * (problem.floor_bytes - resident)), problem.floor_bytes
-
-
-OPTIONS = {"margin": 0.0, "solver": "greedy", "verbose": 0}
-
-
-def test_fit_trains_below_the_floor_with_the_numbers_of_the_whole_batch(tmp_path):
-    def trained(*callbacks):
-        model, (x, y) = head()
-        torch.manual_seed(5)
-        fitted = model.fit(x, y, batch_size=SAMPLES, epochs=4, verbose=0, callbacks=callbacks)
-        return fitted.history["loss"], state(model)
-
-    expected, reference = trained()
-    limit, floor = below_the_floor(*head(), 0.4)
-    assert limit < floor
-    callback = keras_remat.RematAutotune(limit, "keep", **OPTIONS)
-    losses, ours = trained(callback)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for mine, other in zip(ours, reference, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-4)
-    (event,) = [one for one in callback.report.events if one.kind == EventKind.SLICES]
-    assert f"in {callback.plan.slicing.parts} slices" in event.message
-    assert max(epoch.peak_bytes for epoch in callback.report.epochs) <= limit
-    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
-    callback.plan.save(tmp_path / "plan.json")
-    known = keras_remat.load_plan(tmp_path / "plan.json")
-    again = keras_remat.RematAutotune(limit, "keep", plan=known, **OPTIONS)
-    trained(again)
-    assert again.plan.solution.schedule == callback.plan.solution.schedule
-    assert again.plan.slicing == callback.plan.slicing
-
-
-def fitted(count, size, **options):
-    """History, state and callback of some epochs of a network with batch normalization and dropout;
-    without options, of plain ``fit``."""
-    model, (x, y) = convnet()
-    x, y = (np.resize(part, (count, *part.shape[1:])) for part in (x, y))
-    made = [keras_remat.RematAutotune(batch_size="keep", verbose=0, **options)] if options else []
-    torch.manual_seed(5)
-    history = model.fit(x, y, batch_size=size, epochs=5, shuffle=False, verbose=0, callbacks=made)
-    return history.history, state(model), made
-
-
-def test_micro_batches_are_slices_with_the_numbers_of_the_whole_batch(recwarn):
-    """Twenty steps; four do not divide ten samples, and five do; the last two are two slices."""
-    expected, reference, _ = fitted(32, 10)
-    history, ours, (callback,) = fitted(32, 10, micro_batches=4, solver="greedy")
-    assert callback.plan.slicing.parts == 5
-    assert not [one for one in recwarn if "keras_remat" in str(one.message)]
-    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
-    for key in expected:
-        assert history[key] == pytest.approx(expected[key], rel=1e-5)
-    for mine, other in zip(ours, reference, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("samples", "reason"), [(7, "divides a batch of 7"), (1, "")])
-def test_micro_batches_that_cannot_be_slices_say_so(samples, reason):
-    with pytest.warns(UserWarning, match="see one micro-batch") if reason else nullcontext():
-        _, _, (callback,) = fitted(samples, samples, micro_batches=3)
-    told = [str(event.message) for event in callback.report.events]
-    assert any(reason in message for message in told)
-    assert callback.plan is None or callback.plan.slicing is None
-
-
-def test_what_depends_on_other_samples_stays_whole():
-    """A cumulative sum along the batch, and a sort of it."""
-    inputs = keras.Input((8,))
-    x = layers.Dense(8)(inputs)
-    x = layers.Lambda(lambda x: keras.ops.cumsum(x, 0) + keras.ops.sort(x, 0))(x)
-    model = keras.Model(inputs, layers.Dense(10)(x))
-    model.compile("sgd", "mse")
-    step = traced(model, 16)
-    named = {op.kind for op in step.graph.ops if op.id in step.slicer.rules}
-    assert not named & {"cumsum.default", "sort.default"}
-    assert "mm.default" in named
 
 
 def test_plans_and_searches_go_below_the_floor():

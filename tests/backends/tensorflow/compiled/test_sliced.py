@@ -12,7 +12,6 @@ from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.versions import check_card_compiler
 from keras_remat.cards.table import card
-from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import Slicing
@@ -46,19 +45,6 @@ def head(vocabulary=16384, samples=32):
     return model, tuple(texts.astype("int32"))
 
 
-def normalized(samples=10):
-    """A network with batch normalization, max pooling and dropout, and a batch."""
-    keras.utils.set_random_seed(0)
-    inputs = layers.Input((8, 8, 3))
-    x = layers.BatchNormalization()(layers.Conv2D(4, 3, padding="same")(inputs))
-    x = layers.Dropout(0.2)(layers.MaxPooling2D()(layers.ReLU()(x)))
-    model = keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss, metrics=["accuracy"], jit_compile=True)
-    rng = np.random.default_rng(0)
-    return model, (rng.random((samples, 8, 8, 3), "float32"), rng.integers(0, 4, samples))
-
-
 @pytest.mark.parametrize("name", ["convnet", "noisy"])
 def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums(name):
     made = noisy if name == "noisy" else keras_models.MODELS[name]
@@ -89,43 +75,6 @@ def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums(name):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
         else:
             np.testing.assert_array_equal(mine, theirs)
-
-
-def fitted(make, size, **options):
-    """Losses, weights and callback of some epochs; without options, of plain ``fit``."""
-    model, (x, y) = make()
-    made = [keras_remat.RematAutotune(verbose=0, compilation="compiled", **options)] * bool(options)
-    history = model.fit(x, y, size, epochs=5, shuffle=False, verbose=0, callbacks=made)
-    return history.history["loss"], model.get_weights(), made
-
-
-def test_fit_trains_below_the_floor_and_micro_batches_are_slices(recwarn):
-    """Four do not divide ten samples, and five do; then a language model's head."""
-
-    losses, weights, _ = fitted(normalized, 10)
-    ours, our_weights, (callback,) = fitted(normalized, 10, batch_size="keep", micro_batches=4)
-    assert callback.plan.slicing.parts == 5
-    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
-    assert not [one for one in recwarn if "keras_remat" in str(one.message)]
-    assert ours == pytest.approx(losses, rel=1e-5)
-    for mine, theirs in zip(our_weights, weights, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-
-    losses, weights, _ = fitted(head, 32)
-    on = CompiledBackend()
-    model, batch = head()
-    step = on.trace(model, on.example_batch(model, batch))
-    problem = Problem(step.graph, on.estimated_profile(step, on.device.in_use_bytes()))
-    resident = problem.profile.resident_bytes
-    limit = int(resident + 0.45 * (problem.floor_bytes - resident))
-    asked = {"memory_limit": limit, "margin": 0.0, "solver_time_limit_s": 4}
-    ours, our_weights, (callback,) = fitted(head, 32, batch_size="keep", **asked)
-    assert callback.plan.slicing is not None
-    assert callback.plan.measured.peak_bytes <= limit < problem.floor_bytes
-    assert EventKind.SLICES in {one.kind for one in callback.report.events}
-    np.testing.assert_allclose(ours, losses, rtol=1e-5)
-    for mine, theirs in zip(our_weights, weights, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.card

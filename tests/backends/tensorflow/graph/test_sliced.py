@@ -14,7 +14,6 @@ import keras_remat
 from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
-from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -256,37 +255,6 @@ def below_the_floor(model, batch, share):
     return with_margin(resident + share * (floor - resident)), with_margin(floor)
 
 
-def test_fit_trains_below_the_floor_with_the_numbers_of_the_whole_batch():
-    def trained(callbacks=()):
-        model, (x, y) = language_model()
-        made = callbacks(model, (x[:32], y[:32])) if callbacks else []
-        fitted = model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0, callbacks=made)
-        return fitted.history["loss"], model, made
-
-    def remat(model, batch):
-        limit, floor = below_the_floor(model, batch, 0.5)
-        assert limit < floor
-        return [
-            keras_remat.RematAutotune(
-                limit, "keep", solver_time_limit_s=4, compilation="ordered", verbose=0
-            )
-        ]
-
-    plain, reference, _ = trained()
-    losses, model, (callback,) = trained(remat)
-    assert losses == pytest.approx(plain, rel=1e-5)
-    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-    seeds = [[np.asarray(v) for v in m.variables if "seed" in v.path] for m in (model, reference)]
-    assert all(np.array_equal(a, b) for a, b in zip(*seeds, strict=True))
-    assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
-    report = callback.report
-    (event,) = [one for one in report.events if one.kind == EventKind.SLICES]
-    assert f"in {callback.plan.slicing.parts} slices" in event.message
-    assert EventKind.MICRO_BATCHES not in {one.kind for one in report.events}
-    assert report.baseline.peak_bytes > callback.plan.predicted.peak_bytes
-
-
 def test_a_batch_that_trains_in_slices_is_enlarged():
     """Into how many slices depends on what else the process holds; alone it is four."""
     model, (x, y) = language_model(tokens=2048, vocabulary=8192)
@@ -320,39 +288,3 @@ def test_a_saved_plan_in_slices_trains_the_model_again(tmp_path):
     model.fit(x[:64], y[:64], batch_size=32, verbose=0, callbacks=[callback])
     assert callback.plan.slicing == plan.slicing
     assert callback.plan.solution.schedule == plan.solution.schedule
-
-
-def fitted(batch, size, **options):
-    """History, variables and callback of two epochs of a network with batch normalization and
-    dropout; without options, of plain ``fit``."""
-    model, (x, y) = keras_models.convnet(batch, optimizer="sgd")
-    made = []
-    if options:
-        options |= {"compilation": "ordered", "solver_time_limit_s": 4, "profile_steps": 1}
-        made = [keras_remat.RematAutotune(batch_size="keep", verbose=0, **options)]
-    history = model.fit(x, y, batch_size=size, epochs=2, shuffle=False, verbose=0, callbacks=made)
-    return history.history, keras_models.state_of(model), made
-
-
-def test_micro_batches_are_slices_with_the_numbers_of_the_whole_batch(recwarn):
-    """Four do not divide ten samples, and five do; the last two are two slices."""
-    expected, state, _ = fitted(32, 10)
-    history, ours, (callback,) = fitted(32, 10, micro_batches=4)
-    assert callback.plan.slicing.parts == 5
-    told = [str(one.message) for one in callback.report.events if one.kind == EventKind.SLICES]
-    assert [f"in {n} slices" in message for message, n in zip(told, (5, 2), strict=True)]
-    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
-    assert not [one for one in recwarn if "keras_remat" in str(one.message)]
-    for key in ("loss", "accuracy"):
-        assert history[key] == pytest.approx(expected[key], rel=1e-5)
-    for mine, theirs in zip(ours, state, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_micro_batches_that_cannot_be_slices_are_trained_apart_and_say_so():
-    with pytest.warns(UserWarning, match="see one micro-batch"):
-        _, _, (callback,) = fitted(7, 7, micro_batches=3)
-    assert callback.plan.slicing is None
-    told = [str(event.message) for event in callback.report.events]
-    (why,) = [message for message in told if "No number from 2 to 6 divides" in message]
-    assert "7 samples are trained in 3 micro-batches" in why
