@@ -9,9 +9,10 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from statistics import median
 from typing import Any, NamedTuple
+from unittest.mock import Mock, patch
 
 import keras
 import numpy as np
@@ -54,6 +55,30 @@ def model_of(variables: int) -> keras.Model:
     return model
 
 
+class Stopwatch:
+    """Takes the time of calls, each one apart; it costs a fraction of a microsecond a call."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that does the same, and whose calls are timed."""
+
+        @wraps(function)
+        def timed(*given: Any, **named: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return function(*given, **named)
+            finally:
+                self.times_s.append(time.perf_counter() - began_s)
+
+        return timed
+
+    def median_s(self) -> float:
+        """Returns the median of the later half: the first steps plan."""
+        return median(self.times_s[len(self.times_s) // 2 :])
+
+
 class Case:
     """Trains one model with and without the callback.
 
@@ -81,20 +106,36 @@ class Case:
         """Returns what the callback's own hooks of a batch take where nothing is to be done, by
         the median step; seen from inside, what else runs on the machine hardly changes it."""
         remat = keras_remat.RematAutotune(None, "keep", verbose=0)
-        taken: dict[str, list[float]] = {"on_train_batch_begin": [], "on_train_batch_end": []}
-
-        def timed(hook: Callable[..., None], times_s: list[float]) -> Callable[..., None]:
-            def called(batch: int, logs: Any = None) -> None:
-                began_s = time.perf_counter()
-                hook(batch, logs)
-                times_s.append(time.perf_counter() - began_s)
-
-            return called
-
-        for name, times_s in taken.items():
-            setattr(remat, name, timed(getattr(remat, name), times_s))
+        hooks = _timed_hooks(remat)
         self.step_s(remat)
-        return sum(map(median, taken.values()))
+        return sum(hook.median_s() for hook in hooks)
+
+    def inside_s(self, plan: keras_remat.Plan) -> float:
+        """Returns what a step under a plan takes beside the lowered step and the next batch, by
+        the median step; seen from inside, as :meth:`hooks_s`."""
+        remat = keras_remat.RematAutotune(None, "keep", plan=plan, verbose=0)
+        backend = load_backend()
+        installed = type(backend.install(self.model, Mock()))
+        if backend.name == "jax":
+            from jax.stages import Compiled as Lowered
+        else:
+            from keras_remat.backends.tensorflow.ordered.lower import LoweredStep as Lowered
+        self.model.train_function = None  # what was installed to see its class goes
+        call, step, batch = Stopwatch(), Stopwatch(), Stopwatch()
+
+        def steps(self: Any, iterator: Any) -> Any:
+            return trains(self, iter(batch.around(iterator.__next__), None))
+
+        trains = installed._steps
+        hooks = _timed_hooks(remat)
+        with (
+            patch.object(installed, "__call__", call.around(installed.__call__)),
+            patch.object(Lowered, "__call__", step.around(Lowered.__call__)),
+            patch.object(installed, "_steps", steps),
+        ):
+            self.step_s(remat)
+        beside_s = call.median_s() - step.median_s() - batch.median_s()
+        return beside_s + sum(hook.median_s() for hook in hooks)
 
     def idle_s(self) -> float:
         """Returns what a step of a fit with nothing to do takes."""
@@ -143,6 +184,14 @@ class Compared(NamedTuple):
     most_ratio: float
 
 
+def _timed_hooks(remat: keras_remat.RematAutotune) -> list[Stopwatch]:
+    """Times a callback's hooks of a batch from now on."""
+    hooks = {"on_train_batch_begin": Stopwatch(), "on_train_batch_end": Stopwatch()}
+    for name, watch in hooks.items():
+        setattr(remat, name, watch.around(getattr(remat, name)))
+    return list(hooks.values())
+
+
 def lower_quartile(times_s: Any, axis: int = -1) -> Any:
     return np.quantile(times_s, 0.25, axis=axis)
 
@@ -176,6 +225,7 @@ def main() -> None:
     case.step_s()  # traces and compiles
     idle = compared(case.step_s, case.idle_s, options.rounds)
     hooks_s, plan = case.hooks_s(), case.plan()
+    inside_s = case.inside_s(plan)
     rounds = max(2, round(_PLANNED_ROUNDS_SHARE * options.rounds))
     planned = compared(partial(case.bare_s, plan), partial(case.planned_s, plan), rounds)
     row = {
@@ -188,6 +238,7 @@ def main() -> None:
         "idle_least": idle.least_ratio,
         "idle_most": idle.most_ratio,
         "hooks_us": 1e6 * hooks_s,
+        "inside_us": 1e6 * inside_s,
         "bare_s": planned.one_s,
         "planned_s": planned.other_s,
         "planned_ratio": planned.other_s / planned.one_s,
