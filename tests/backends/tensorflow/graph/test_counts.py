@@ -9,6 +9,7 @@ import tensorflow as tf
 from tight_limit import tight_limit
 
 import keras_remat
+from keras_remat.backends.installed import Caller
 from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
@@ -101,7 +102,7 @@ def test_the_data_set_says_whether_the_batch_has_a_fixed_size(last):
     installed._steps = lambda iterator: None
     installed.give_back = lambda: None
     data = tf.data.Dataset.range(3 * BATCH + last).batch(BATCH, drop_remainder=not last)
-    installed._of_fit(iter(data))
+    installed._trained(iter(data), Caller.FIT)
     assert installed.any_size == bool(last)
 
 
