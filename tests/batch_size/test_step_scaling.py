@@ -68,7 +68,7 @@ def test_a_batch_below_the_floor_is_where_a_search_in_slices_begins():
     )
     # whole ops stop at about half of it; in a pool that others have used, arrays may get more bytes
     # than they ask for
-    assert found.max_batch_size >= 2048 * 3 // 4
+    assert found.max_batch_size >= 1280
     assert found.plan.measured is not None
     assert found.plan.slicing is not None
     assert found.max_batch_size % found.plan.slicing.parts == 0
