@@ -104,15 +104,20 @@ class Facts:
         attempts_left: whether the plan may be made again for such a reason once more.
         may_split: whether the batch may be trained in (more) micro-batches.
         allow_over_limit: whether a plan that is known to miss the limit is better than none, or no
-        peak is measured. runs_a_plan: whether a plan runs, and not Keras's own step. plain_fits:
-        whether Keras's own step was measured within the limit, or is predicted to fit with room to
-        spare. plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
+            peak is measured.
+        runs_a_plan: whether a plan runs, and not Keras's own step.
+        plain_fits: whether Keras's own step was measured within the limit, or is predicted to fit
+            with room to spare.
+        plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
         plain_may_be_smaller: whether Keras's own step was not measured, and may take less than the
-        plans that measured over the limit. wants_profile: whether its ops are to be measured where
-        Keras's own step fits. recorded: what came of recording. solves_beside: whether a process of
-        its own may solve while training goes on. solved: whether that process has ended.
-        out_of_memory: whether the step ran out of memory and was undone. failed: moves that were
-        decided on after this step and could not be made."""
+            plans that measured over the limit.
+        wants_profile: whether its ops are to be measured where Keras's own step fits.
+        recorded: what came of recording.
+        solves_beside: whether a process of its own may solve while training goes on.
+        solved: whether that process has ended.
+        out_of_memory: whether the step ran out of memory and was undone.
+        failed: moves that were decided on after this step and could not be made.
+    """
 
     phase: Phase
     enough_steps: bool = False

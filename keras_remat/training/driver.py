@@ -95,10 +95,8 @@ def train_batch(
         return _step(fit, trial.champion, batch, USUAL_CONSTRAINTS, False)
     while True:
         contest = fit.record.contest
-        allowed, waits = (
-            modes.constraints_in(contest, constraints),
-            timed or contest.trial is not None,
-        )
+        allowed = modes.constraints_in(contest, constraints)
+        waits = timed or contest.trial is not None
         try:
             logs = _step(fit, contest.running, batch, allowed, waits)
         except modes.FAILURES as error:

@@ -88,11 +88,13 @@ class StepConstraints:
         may_split: whether the size of a step is not given: a batch that fits under no schedule may
             then be trained in micro-batches.
         allow_over_limit: whether a plan that is known to miss the limit is better than none: not
-        where there is a smaller batch to go back to. wants_profile: whether its ops are to be
-        measured where Keras's own step fits, because larger batches are planned by their costs.
+            where there is a smaller batch to go back to.
+        wants_profile: whether its ops are to be measured where Keras's own step fits, because
+            larger batches are planned by their costs.
         require_planned: whether it runs under a plan where Keras's own step fits, too. Where the
-        order of ops matters, later steps need more after that one: 21 samples of U-Net's measured
-        177 MiB before a plain step of 5, and 210 after it."""
+            order of ops matters, later steps need more after that one: 21 samples of U-Net's
+            measured 177 MiB before a plain step of 5, and 210 after it.
+    """
 
     may_split: bool = False
     allow_over_limit: bool = True

@@ -30,8 +30,8 @@ FIRST_RATIO, GPU_FIRST_RATIO = 1.15, 1.02
 
 RULED_OUT = 1.25
 """Keras's own step is not compiled where that of another batch size was, and tells that this one
-takes so many times the room that a budget leaves. For an H100, 16 samples tell 0.94 to 1.06 of what
-4 and 64 take, on a U-Net and a transformer of ``benchmarks/models.py``."""
+takes so many times the room that a budget leaves: what sizes tell of each other is nearer than that
+(``tests/backends/jax/test_backend.py``)."""
 
 #: Activation bytes of a schedule as it is written for what a problem's budget leaves
 #: (:attr:`~keras_remat.core.problem.Problem.room_bytes`), or of Keras's own step (``None``);

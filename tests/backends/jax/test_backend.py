@@ -13,6 +13,7 @@ from keras_remat.backends.base import load_backend, preserved_state
 from keras_remat.backends.jax import JaxBackend, LoweredStep, lowering
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.private import state_values
+from keras_remat.backends.xla.compiled_memory import RULED_OUT
 from keras_remat.backends.xla.protect import Writing
 from keras_remat.cards.table import card
 from keras_remat.core.limit import Limit
@@ -37,6 +38,23 @@ def step():
     backend = load_backend()
     arrays = backend.example_batch(model, models.batch(model, 64))
     return model, arrays
+
+
+@pytest.mark.parametrize("make", [models.mixer, models.convnet])
+def test_a_plain_step_of_one_size_tells_what_another_takes(make):
+    """Near enough for a step that is told to be far over a budget not to be compiled."""
+    model, backend = make(), load_backend()
+    store_all, budget_bytes = [], None
+    for size in (64, 256):
+        traced = backend.trace(model, backend.example_batch(model, models.batch(model, size)))
+        problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced, 0))
+        schedule = keras_remat.Schedule.store_all(traced.graph)
+        told = backend.memory.peak_bytes(problem.with_budget(budget_bytes), schedule)
+        store_all.append((told, backend.memory.peak_bytes(problem, schedule)))
+        budget_bytes = 1
+    (_, _), (told, takes) = store_all
+    assert told != takes, "nothing was told: it was compiled"
+    assert takes / RULED_OUT < told < RULED_OUT * takes
 
 
 class Seen(list):
