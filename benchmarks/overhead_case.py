@@ -60,11 +60,15 @@ class Stopwatch:
 
     Args:
         parts: what is timed inside of the calls, and does not count.
+        frees: whether what a call was given is freed in the time of the next one. A step's batch
+            and, on JAX, the state that it consumed are freed by whoever calls it, with the callback
+            or without it, and hundreds of arrays take as long as all else that is timed.
     """
 
-    def __init__(self, *parts: Stopwatch) -> None:
+    def __init__(self, *parts: Stopwatch, frees: bool = False) -> None:
         self.times_s: list[float] = []
         self.total_s, self._parts = 0.0, parts
+        self._frees, self._given = frees, tuple[Any, ...]()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that does the same, and whose calls are timed."""
@@ -73,6 +77,8 @@ class Stopwatch:
         def timed(*given: Any, **named: Any) -> Any:
             before_s = sum(part.total_s for part in self._parts)
             began_s = time.perf_counter()
+            if self._frees:
+                self._given = given
             try:
                 return function(*given, **named)
             finally:
@@ -88,6 +94,31 @@ class Stopwatch:
         return median(self.times_s[len(self.times_s) // 2 :])
 
 
+class TimedHooks:
+    """Times a callback's hooks of a batch, and those of one that does nothing.
+
+    Attributes:
+        empty: the callback that does nothing; it has to be in the same fit.
+    """
+
+    def __init__(self, callback: keras.callbacks.Callback):
+        self.empty = keras.callbacks.Callback()
+        self._own, self._of_empty = _hooks_of(callback), _hooks_of(self.empty)
+
+    def added_s(self) -> float:
+        """Returns what the hooks take of the median step, without a stopwatch's own time."""
+        own, of_empty = (sum(h.median_s() for h in hooks) for hooks in (self._own, self._of_empty))
+        return own - of_empty
+
+
+def _hooks_of(callback: keras.callbacks.Callback) -> list[Stopwatch]:
+    """Times a callback's hooks of a batch from now on."""
+    hooks = {"on_train_batch_begin": Stopwatch(), "on_train_batch_end": Stopwatch()}
+    for name, watch in hooks.items():
+        setattr(callback, name, watch.around(getattr(callback, name)))
+    return list(hooks.values())
+
+
 class Case:
     """Trains one model with and without the callback.
 
@@ -101,13 +132,12 @@ class Case:
         shape = (steps * BATCH, WIDTH)
         self.data = np.ones(shape, "float32"), np.zeros(shape, "float32")
 
-    def step_s(self, callback: keras.callbacks.Callback | None = None) -> float:
+    def step_s(self, *callbacks: keras.callbacks.Callback) -> float:
         """Returns what a step of a fit takes in the quickest of its timed epochs."""
         epochs = Epochs()
-        callbacks = [epochs] if callback is None else [callback, epochs]
         self.model.fit(
             *self.data, batch_size=BATCH, epochs=_UNTIMED + _TIMED, verbose=0, shuffle=False,
-            callbacks=callbacks,
+            callbacks=[*callbacks, epochs],
         )  # fmt: skip
         return min(epochs.times_s[_UNTIMED:]) / self.steps
 
@@ -115,9 +145,9 @@ class Case:
         """Returns what the callback's own hooks of a batch take where nothing is to be done, by
         the median step; seen from inside, what else runs on the machine hardly changes it."""
         remat = keras_remat.RematAutotune(None, "keep", verbose=0)
-        hooks = _timed_hooks(remat)
-        self.step_s(remat)
-        return sum(hook.median_s() for hook in hooks)
+        hooks = TimedHooks(remat)
+        self.step_s(remat, hooks.empty)
+        return hooks.added_s()
 
     def inside_s(self, plan: keras_remat.Plan) -> float:
         """Returns what a step under a plan takes beside the lowered step and the next batch, by
@@ -130,21 +160,21 @@ class Case:
         else:
             from keras_remat.backends.tensorflow.ordered.lower import LoweredStep as Lowered
         self.model.train_function = None  # what was installed to see its class goes
-        step, batch = Stopwatch(), Stopwatch()
+        step, batch = Stopwatch(frees=True), Stopwatch()
         call = Stopwatch(step, batch)
 
         def steps(self: Any, iterator: Any) -> Any:
             return trains(self, iter(batch.around(iterator.__next__), None))
 
         trains = installed._steps
-        hooks = _timed_hooks(remat)
+        hooks = TimedHooks(remat)
         with (
             patch.object(installed, "__call__", call.around(installed.__call__)),
             patch.object(Lowered, "__call__", step.around(Lowered.__call__)),
             patch.object(installed, "_steps", steps),
         ):
-            self.step_s(remat)
-        return call.median_s() + sum(hook.median_s() for hook in hooks)
+            self.step_s(remat, hooks.empty)
+        return call.median_s() + hooks.added_s()
 
     def idle_s(self) -> float:
         """Returns what a step of a fit with nothing to do takes."""
@@ -191,14 +221,6 @@ class Compared(NamedTuple):
     other_s: float
     least_ratio: float  # of the 95 % interval of the other over the one
     most_ratio: float
-
-
-def _timed_hooks(remat: keras_remat.RematAutotune) -> list[Stopwatch]:
-    """Times a callback's hooks of a batch from now on."""
-    hooks = {"on_train_batch_begin": Stopwatch(), "on_train_batch_end": Stopwatch()}
-    for name, watch in hooks.items():
-        setattr(remat, name, watch.around(getattr(remat, name)))
-    return list(hooks.values())
 
 
 def lower_quartile(times_s: Any, axis: int = -1) -> Any:
