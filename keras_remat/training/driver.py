@@ -11,6 +11,7 @@ batch trained again, under a plan for what the device had.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,6 +82,9 @@ def _train_one(fit: FitState, due: batches.Due) -> None:
     else:
         fit.record = batches.after_step(fit, due.size, logs, time.perf_counter() - started)
         fit.record = sizes.after_step(fit, due, batch)
+        return
+    del batch
+    gc.collect()  # the error is in a reference cycle with frames that hold the batch
 
 
 def train_batch(
@@ -133,7 +137,7 @@ def _step(fit: FitState, mode: Mode, batch: Any, constraints: StepConstraints, t
 def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
     """Decides what follows for a shape, and does it; where that cannot be made, the next best."""
     fit, shape = tools.fit, tools.steps.shapes[key]
-    facts, failure = facts_of(tools, shape, outcome), None
+    facts, failure, has_failed = facts_of(tools, shape, outcome), None, False
     while True:
         move, phase = decide(facts)
         shape = shape.trying(move)
@@ -141,7 +145,10 @@ def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
             raise effects.refusal(tools, shape, outcome, failure)
         fit.record, failure = effects.make(tools, move, shape, outcome, phase)
         if failure is None:
+            if has_failed:
+                gc.collect()  # as in _train_one
             return
+        has_failed = True
         facts, shape = facts.without(move), shape.without(move)
 
 

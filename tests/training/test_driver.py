@@ -2,7 +2,9 @@
 framework."""
 
 import ast
+import gc
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -405,8 +407,20 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays():
 
     backend.surplus_bytes = surplus
     trainer, report = driven(backend, options())
-    with pytest.warns(UserWarning, match="over the limit"):
-        train(trainer, 30)
+    batches = [batch_of(step * SIZE, SIZE) for step in range(30)]
+    watches = [weakref.ref(batch[0]) for batch in batches]
+
+    def train_each_once():
+        while batches:
+            trainer.run(batches.pop(0))
+
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="over the limit"):
+            train_each_once()
+        assert [watch() for watch in watches] == [None] * 30, "held by errors"
+    finally:
+        gc.enable()
     assert 1 <= event_kinds(report).count("tighten") <= 3
     assert trainer.settled
     ran = {len(what.recomputed) for what, _ in backend.ran[3:]}

@@ -1,7 +1,9 @@
 """Which batch size a fit trains with: every sample once, whatever fits and whatever fails."""
 
+import gc
 import itertools
 import warnings
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -306,6 +308,44 @@ def test_infeasible_group_is_stepped_down_before_anything_of_it_was_trained():
     assert max(map(len, steps.trained)) <= 25
     assert trainer.changes == [(10, 40), (40, 30), (30, 20)]
     assert event_kinds(trainer.report).count("step-down") == 2
+
+
+def test_a_batch_that_is_given_up_is_not_held_by_its_error():
+    """Errors hold frames, and solvers keep errors: such cycles would hold it for long."""
+    given_up = []
+
+    class Kept(FakeSteps):
+        def __call__(self, fit, mode, batch, *others):
+            try:
+                return super().__call__(fit, mode, batch, *others)
+            except ScheduleNotFoundError as error:
+                given_up.append(weakref.ref(batch[0]))
+                error.itself = error
+                raise
+
+    trainer = climbing(Kept(fits=25), 40)
+    gc.disable()
+    try:
+        epoch(trainer)
+        assert [one() for one in given_up] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_what_a_search_leaves_in_cycles_is_freed():
+    fit = Fixed(FakeSteps(), "max").fit
+    gc.disable()
+    try:
+        with fit.long_task("search"):
+            array = np.zeros(3)
+            cycle = [weakref.ref(array), array]
+            cycle.append(cycle)
+            watch = cycle[0]
+            del array, cycle
+            assert watch() is not None
+        assert watch() is None
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_stepped_down_is_an_error_and_nothing_of_it_was_trained():

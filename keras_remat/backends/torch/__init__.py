@@ -7,6 +7,7 @@ of its plan, in eager mode without autograd: the backward phase is part of what 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -84,6 +85,7 @@ class TorchBackend:
         return Recorder(self.device)
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
+        gc.collect()  # Keras's own steps, and traces, leave batches in reference cycles
         lowered = LoweredStep(traced, schedule, self.device)
         added = simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
         self.device.expect(lowered, added)

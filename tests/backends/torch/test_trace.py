@@ -1,7 +1,9 @@
 """Recorded steps are Keras's own to the bit, in any order and with any ops run again; what cannot
 be recorded is refused with its line."""
 
+import gc
 import random
+import weakref
 
 import keras
 import pytest
@@ -113,6 +115,22 @@ def test_what_a_step_writes_that_no_model_knows_is_put_back():
     assert torch.equal(counter, before + 1)
     put_back()
     assert torch.equal(counter, before)
+
+
+def test_what_keras_leaves_in_reference_cycles_is_freed_before_a_planned_step():
+    """A batch among it, until Python collects garbage."""
+    model, (x, y) = ready(models.CASES["sgd"])
+    backend = load_backend()
+    traced, problem = traced_step(backend, model, (x, y))
+    watch = weakref.ref(x)
+    gc.disable()
+    try:
+        model.train_function([(x, y)])
+        del x
+        backend.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+        assert watch() is None
+    finally:
+        gc.enable()
 
 
 def test_any_order_computes_the_same():
