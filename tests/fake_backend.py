@@ -114,6 +114,9 @@ class FakeDevice:
     def begin_watch(self):
         self._backend.watched_bytes = RESIDENT_BYTES
 
+    def phase_peak_bytes(self):
+        return 0
+
     def watched_peak_bytes(self):
         return self._backend.watched_bytes if self.has_statistics else 0
 

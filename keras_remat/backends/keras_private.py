@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,11 +126,60 @@ def samples_of_batches(epoch_iterator: Any, batches: int) -> tuple[int, int] | N
 
 
 def validation_batch_size(model: Any) -> int | None:
-    """Returns the samples of the batches that ``fit`` is about to validate with; ``None`` where
-    they are not known."""
+    """Returns the samples of the largest batch that ``fit`` is about to validate with; ``None``
+    where that is not known."""
     adapter = getattr(getattr(model, "_eval_epoch_iterator", None), "data_adapter", None)
     size = getattr(adapter, "batch_size", None)
-    return size if isinstance(size, int) and size > 0 else None
+    if not isinstance(size, int) or size <= 0:
+        return None
+    only = getattr(adapter, "num_batches", None) == 1  # which may be smaller
+    return getattr(adapter, "partial_batch_size", None) or size if only else size
+
+
+def validation_samples(model: Any) -> int | None:
+    """Returns how many samples ``fit`` is about to validate with; ``None`` where they are no
+    arrays, which Keras puts into batches."""
+    told = samples_of_batches(model._eval_epoch_iterator, sys.maxsize)
+    return None if told is None else told[0]
+
+
+def validate_in(model: Any, data: tuple[Any, Any, Any], batch_size: int) -> None:
+    """Has ``fit`` validate in batches of another size, as its ``validation_batch_size`` would.
+
+    Args:
+        model: about to validate; Keras has not yet asked for the first batch.
+        data: inputs, targets and weights of the validation.
+        batch_size: of the batches.
+    """
+    iterator, (x, y, sample_weight) = model._eval_epoch_iterator, data
+    strategy = getattr(model, "distribute_strategy", None)  # on TensorFlow
+    of_backend = {} if strategy is None else {"distribute_strategy": strategy}
+    type(iterator).__init__(
+        iterator, x=x, y=y, sample_weight=sample_weight, batch_size=batch_size,
+        steps_per_execution=model.steps_per_execution, shuffle=False, **of_backend,
+    )  # fmt: skip
+
+
+def metric_functions(model: Any) -> list[Any]:
+    """Returns the metrics that a model's validation tells, and the functions that they are means
+    of."""
+    held = [one for metric in model.metrics for one in getattr(metric, "metrics", [metric])]
+    return held + [one._fn for one in held if hasattr(one, "_fn")]
+
+
+def is_on_one_device(model: Any) -> bool:
+    """Returns whether no batch of a model is divided among devices."""
+    import keras
+
+    strategy = getattr(model, "distribute_strategy", None)  # on TensorFlow
+    is_shared = strategy is not None and strategy.num_replicas_in_sync > 1
+    return not is_shared and keras.distribution.distribution() is None
+
+
+def trains_always(layer: Any) -> bool:
+    """Returns whether a layer is called in a model as in training, also where it validates."""
+    nodes = getattr(layer, "_inbound_nodes", ())
+    return any(node.arguments.kwargs.get("training") for node in nodes)
 
 
 def samples_counted(model: Any) -> int | None:

@@ -49,6 +49,10 @@ class DeviceMemory(Protocol):
     def watched_peak_bytes(self) -> int:
         """Returns the most bytes in use since the watch began; 0 without statistics."""
 
+    def phase_peak_bytes(self) -> int:
+        """Returns the most bytes in use since the watch began, whatever ran; 0 where the device
+        counts steps only."""
+
     def total_bytes(self) -> int:
         """Returns all the memory that this process may use on the device."""
 

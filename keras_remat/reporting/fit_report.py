@@ -47,7 +47,8 @@ class AutotuneReport:
         epochs, events: in order.
         plan: the plan in force at the end; ``None`` where the plain step runs.
         phase_peak_bytes: the most in use in the phases beside training: ``"validation"`` inside
-            ``fit``, and ``"between steps"``; without those in which nothing was measured.
+            ``fit``, and ``"between steps"``; without those of which nothing is known.
+        predicted_phases: those of them whose peak was predicted: nothing on the device counts it.
         setup_s: seconds of set-up before the first plan trained; ``None`` where none has.
         setup_limit_s: seconds after which set-up improved no plan any more.
     """
@@ -62,6 +63,7 @@ class AutotuneReport:
     events: list[Event] = field(default_factory=list)
     plan: Planned | None = field(default=None, repr=False)
     phase_peak_bytes: dict[str, int] = field(default_factory=dict)
+    predicted_phases: list[str] = field(default_factory=list)
     setup_s: float | None = None
     setup_limit_s: float | None = None
 
@@ -155,6 +157,7 @@ class AutotuneReport:
             "events": [vars(event) | {"kind": str(event.kind)} for event in self.events],
             "plan": None if self.plan is None else self.plan.to_dict(),
             "phase_peak_bytes": self.phase_peak_bytes,
+            "predicted_phases": self.predicted_phases,
             "setup_s": self.setup_s,
             "setup_limit_s": self.setup_limit_s,
         }
@@ -224,8 +227,10 @@ class AutotuneReport:
         """Returns the row of another phase than training."""
         peak, limit = self.phase_peak_bytes[phase], self.limit_bytes
         share = f"{100 * peak / limit:.0f} %" if limit else "-"
-        said = "limit NOT KEPT" if limit and peak > limit else ""
-        row = f"  {phase:<13} {_one_decimal(peak):>8}  {share:>9}  {said:>37}"
+        verdict = "limit NOT KEPT" if limit and peak > limit else ""
+        source = "predicted" if phase in self.predicted_phases else ""
+        said = ", ".join(word for word in (verdict, source) if word)
+        row = f"  {phase:<13} {_one_decimal(peak):>8}  {share:>9}  {'':>23}{said}"
         return row.rstrip()
 
     def _why_not_kept(self) -> list[str]:
@@ -297,6 +302,7 @@ def load_report(
             events=records(Event, "events"),
             plan=None if plan is None else read_plan(plan, source),
             phase_peak_bytes=top.get("phase_peak_bytes", dict, {}),
+            predicted_phases=top.get("predicted_phases", list, []),
             setup_s=top.get("setup_s", _KINDS["float | None"], None),
             setup_limit_s=top.get("setup_limit_s", _KINDS["float | None"], None),
         )

@@ -87,6 +87,17 @@ def data_of_fit(model: Any) -> tuple[Any, ...]:
     return tuple(names.get(name) for name in given)
 
 
+def validation_of_fit(model: Any) -> tuple[Any, Any, Any] | None:
+    """Returns inputs, targets and weights that the innermost ``fit`` validates with; ``None`` where
+    it was told in how large batches, or is not one of ``model``."""
+    frame = innermost_fit()
+    names = {} if frame is None else _variables(frame)
+    is_told = names.get("validation_batch_size") or names.get("validation_steps")
+    if is_told or names.get("self") is not model:
+        return None
+    return names.get("val_x"), names.get("val_y"), names.get("val_sample_weight")
+
+
 def trains_alone(iterator: Any) -> bool:
     """Returns whether a train function was called by ``train_on_batch``, which makes an iterator
     of its own; on PyTorch it gives a list, as ``fit`` does, and the stack tells."""

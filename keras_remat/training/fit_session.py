@@ -20,7 +20,6 @@ from typing import Any
 from keras_remat.backends.base import Backend
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.installed import Caller, check_train_function
-from keras_remat.backends.keras_private import validation_batch_size
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -33,7 +32,7 @@ from keras_remat.training.arguments import FitOptions
 from keras_remat.training.aside import Aside
 from keras_remat.training.callers import Callers, RunningFit, data_of_fit, is_profiled
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.other_phases import validation_news, whole_data_news
+from keras_remat.training.other_phases import Validation, whole_data_news
 from keras_remat.training.tools import running_tools
 from keras_remat.training.watch import Pace
 
@@ -96,7 +95,7 @@ class FitSession:
         driver.note(self._fit, modes.begun)
         #: The newest batches that Keras has trained; it says so from several threads, in no order.
         self.ended: deque[int] = deque(maxlen=64)
-        self._validates = False  # whether its validation runs
+        self._validation = Validation(model, self._fit, backends[0].device)
         self._aside: Aside | None = None  # while nothing is to be done
         self._asides_left = _MOST_ASIDES
         self._is_unmodified = False  # whether Keras's own step runs to the end
@@ -279,25 +278,11 @@ class FitSession:
             self._train_rest()
             if self._aside is not None:
                 self._aside.pauses()
-            self._tell_validation()
-            self._backends[0].device.begin_watch()
-            self._validates = True
+            self._validation.begins()
 
     def validation_ends(self) -> None:
         """Notes the most that was in use while the ``fit`` validated."""
-        if self._validates:
-            self._validates = False
-            self._fit.note_phase("validation", self._backends[0].device.watched_peak_bytes())
-
-    def _tell_validation(self) -> None:
-        """Warns, before it runs, of validation that is predicted to need more than the limit."""
-        known, size = self._fit.record.running, validation_batch_size(self._model)
-        problem, trained = known.problem, known.batch_size
-        if problem is None or size is None or not trained:
-            return
-        news = validation_news(problem, trained, size, self._fit.limit)
-        if news is not None:
-            self._fit.warn(*news)
+        self._validation.ends()
 
     def _tell_whole_data(self) -> None:
         """Says, in the first epoch, where ``fit`` holds large arrays as a whole."""

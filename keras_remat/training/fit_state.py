@@ -181,11 +181,20 @@ class FitState:
         self.counter.step_time_s += usage.time_s * max(0, steps)
         self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
 
-    def note_phase(self, phase: str, peak_bytes: int) -> None:
-        """Notes what another phase than training had in use; 0 where nothing counts."""
-        peaks = self.report.phase_peak_bytes
-        if peak_bytes:
-            peaks[phase] = max(peak_bytes, peaks.get(phase, 0))
+    def note_phase(self, phase: str, peak_bytes: int, predicted_bytes: int = 0) -> None:
+        """Notes what another phase than training had in use.
+
+        Args:
+            phase: its name in the report.
+            peak_bytes: measured; 0 where nothing counts.
+            predicted_bytes: stands for it there; 0 where nothing is known either.
+        """
+        report, most_bytes = self.report, peak_bytes or predicted_bytes
+        if not peak_bytes and most_bytes and phase not in report.phase_peak_bytes:
+            report.predicted_phases.append(phase)
+        if most_bytes:
+            known = report.phase_peak_bytes.get(phase, 0)
+            report.phase_peak_bytes[phase] = max(most_bytes, known)
 
     def take_counter(self) -> StepCounter:
         """Returns what was counted since the last call and starts again from zero."""

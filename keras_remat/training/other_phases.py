@@ -2,8 +2,8 @@
 
 A validation batch goes forward only. What that takes is told from the traced train step: its
 forward ops in their order, with no value kept for a backward phase. Keras's test function is
-another one, without dropout and in no order, so that this is a prediction; the peak is measured,
-too.
+another one, without dropout and in no order, so that this is a prediction; where the device counts
+whatever runs, the peak is measured, too.
 
 Known limit: with a last batch of another size, TensorFlow took more than for the larger of the two
 (35 MiB where 24 were predicted).
@@ -11,14 +11,25 @@ Known limit: with a last batch of another size, TensorFlow took more than for th
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 
+from keras_remat.backends.keras_private import (
+    validate_in,
+    validation_batch_size,
+    validation_samples,
+)
+from keras_remat.backends.memory import DeviceMemory
+from keras_remat.backends.sample_wise import validates_sample_wise
 from keras_remat.core.graph import FORWARD
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.training import tell
+from keras_remat.training.callers import validation_of_fit
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.shape_state import TracedShape
 
 #: Data is named where it takes this share of the limit.
 _LARGE_DATA_SHARE = 0.1
@@ -47,23 +58,110 @@ def _is_computed(problem: Problem, value_id: int) -> bool:
     return problem.graph.values[value_id].producer is not None
 
 
-def validation_news(
-    problem: Problem, batch_size: int, validation_size: int, limit: Limit
-) -> tell.News | None:
-    """Returns what is to be told of validation that is predicted to need more than the limit.
+@dataclass(frozen=True)
+class ValidationNeed:
+    """Says what a validation is predicted to need.
 
     Args:
-        problem: the train step.
-        batch_size: its samples.
-        validation_size: samples of a validation batch.
-        limit: of the ``fit``.
+        resident_bytes: beside the activations.
+        sample_bytes: the activations of one sample, a float.
+        size: samples of a validation batch.
     """
-    resident, forward = problem.profile.resident_bytes, forward_bytes(problem)
-    needed = resident + forward * validation_size // batch_size
-    if limit.holds(needed):
-        return None
-    size = max(0, limit.usable_bytes - resident) * batch_size // max(1, forward)
-    return tell.large_validation(validation_size, needed, limit, size)
+
+    resident_bytes: int
+    sample_bytes: float
+    size: int
+
+    @classmethod
+    def of(cls, problem: Problem, batch_size: int, size: int, factor: float) -> ValidationNeed:
+        """Returns what a validation needs.
+
+        Args:
+            problem: the train step.
+            batch_size: its samples.
+            size: samples of a validation batch.
+            factor: what an earlier validation took, over what was predicted for it.
+        """
+        sample_bytes = factor * forward_bytes(problem) / batch_size
+        return cls(problem.profile.resident_bytes, sample_bytes, size)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Returns what is predicted to be in use."""
+        return self.resident_bytes + int(self.size * self.sample_bytes)
+
+    def fitting_size(self, limit: Limit) -> int:
+        """Returns the samples at most that keep to a limit; 0 for none."""
+        room = max(0, limit.usable_bytes - self.resident_bytes)
+        return int(room / max(1.0, self.sample_bytes))
+
+
+def even_size(samples: int, most: int) -> int:
+    """Returns the largest batch up to the most that leaves no smaller one at the end, which would
+    be another shape; where that is less than half of it, the most itself."""
+    return next((size for size in range(most, most // 2, -1) if samples % size == 0), most)
+
+
+class Validation:
+    """Has the validation of one ``fit`` keep the limit, and notes what it took.
+
+    Where ``fit`` was not told in how large batches, and the numbers do not depend on it
+    (:mod:`keras_remat.backends.sample_wise`), batches that would need too much are cut before the
+    first one runs. Elsewhere a warning says what would do. What a validation then takes above its
+    prediction is counted in the next one.
+    """
+
+    def __init__(self, model: Any, fit: FitState, device: DeviceMemory):
+        self._model, self._fit, self._device = model, fit, device
+        self._runs, self._has_warned, self._factor = False, False, 1.0
+        self._need: ValidationNeed | None = None
+
+    def begins(self) -> None:
+        """Cuts the batches, or warns, where too much is predicted."""
+        self._runs, self._need = True, self._predicted()
+        if self._need is not None and not self._fit.limit.holds(self._need.needed_bytes):
+            self._need = self._made_smaller(self._need)
+        self._device.begin_watch()
+
+    def _predicted(self) -> ValidationNeed | None:
+        shape = self._fit.record.running.reference_shape
+        size = validation_batch_size(self._model)
+        if size is None or not isinstance(shape, TracedShape):
+            return None
+        costs, whole = shape.costs, shape.costs.traced.whole
+        if whole is not None:
+            return ValidationNeed.of(
+                whole.problem(costs.problem), shape.batch_size, size, self._factor
+            )
+        samples = -(-shape.batch_size // costs.micro_batches)
+        return ValidationNeed.of(costs.problem, samples, size, self._factor)
+
+    def _made_smaller(self, need: ValidationNeed) -> ValidationNeed:
+        limit, data = self._fit.limit, validation_of_fit(self._model)
+        most, samples = need.fitting_size(limit), validation_samples(self._model)
+        may_cut = most > 0 and samples is not None and validates_sample_wise(self._model)
+        if data is None or samples is None or not may_cut:
+            if not self._has_warned:
+                news = tell.large_validation(need.size, need.needed_bytes, limit, most)
+                self._fit.warn(*news)
+            self._has_warned = True
+            return need
+        size = even_size(samples, most)
+        validate_in(self._model, data, size)
+        self._fit.event(*tell.smaller_validation(need.size, need.needed_bytes, limit, size))
+        return replace(need, size=size)
+
+    def ends(self) -> None:
+        """Notes the most that was in use while the ``fit`` validated."""
+        if not self._runs:
+            return
+        self._runs = False
+        measured, need = self._device.phase_peak_bytes(), self._need
+        predicted = 0 if need is None else need.needed_bytes
+        self._fit.note_phase("validation", measured, predicted)
+        if need is not None and measured > predicted > need.resident_bytes:
+            added = predicted - need.resident_bytes
+            self._factor *= (measured - need.resident_bytes) / added
 
 
 def whole_data_news(data: Any, on_host: bool, limit: Limit) -> tell.News | None:

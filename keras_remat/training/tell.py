@@ -80,6 +80,16 @@ def large_validation(size: int, needed_bytes: int, limit: Limit, fitting_size: i
     )
 
 
+def smaller_validation(size: int, needed_bytes: int, limit: Limit, fitting_size: int) -> News:
+    """Tells, before it runs, of validation whose batches are cut to keep the limit; arguments as of
+    :func:`large_validation`."""
+    return News(
+        EventKind.VALIDATION,
+        f"Validation of {size} samples at once would need about {format_bytes(needed_bytes)}, over "
+        f"the limit of {limit}: it runs in batches of {fitting_size}, with the same numbers.",
+    )
+
+
 def whole_data(nbytes: int, limit: Limit) -> News:
     """Tells that ``fit`` holds large arrays as a whole in the memory that counts."""
     return News(

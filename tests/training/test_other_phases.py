@@ -1,6 +1,7 @@
 """What a fit takes beside its steps: validation, and data that is held as a whole."""
 
 import gc
+import re
 import warnings
 
 import keras
@@ -14,10 +15,12 @@ from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
 from keras_remat.reporting.fit_report import AutotuneReport, load_report
 from keras_remat.training.other_phases import (
+    ValidationNeed,
+    even_size,
     forward_bytes,
-    validation_news,
     whole_data_news,
 )
+from keras_remat.training.tell import large_validation
 from keras_remat.units import MIB
 
 
@@ -25,17 +28,27 @@ def test_forward_ops_keep_two_values_of_a_chain_at_once():
     assert forward_bytes(chain_problem(8)) == 2 * 8 * SAMPLE_BYTES
 
 
-@pytest.mark.parametrize(("size", "told"), [(8, ""), (16, ""), (17, "=16"), (800, "=16")])
-def test_validation_over_the_limit_is_told_with_a_batch_that_keeps_it(size, told):
-    limit = Limit(RESIDENT_BYTES + 2 * 16 * SAMPLE_BYTES)
-    news = validation_news(chain_problem(8), 8, size, limit)
-    assert (news is None) == (not told)
-    assert news is None or f"validation_batch_size{told}." in news.message
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize(("size", "holds"), [(8, True), (16, True), (17, False), (800, False)])
+def test_what_validation_needs_and_which_batch_keeps_a_limit(size, holds, factor):
+    limit = Limit(RESIDENT_BYTES + 2 * 16 * SAMPLE_BYTES * factor)
+    need = ValidationNeed.of(chain_problem(8), 8, size, factor)
+    assert limit.holds(need.needed_bytes) == holds
+    assert need.fitting_size(limit) == 16
 
 
 def test_where_no_batch_keeps_the_limit_it_is_to_be_raised():
-    news = validation_news(chain_problem(8), 8, 8, Limit(RESIDENT_BYTES))
-    assert news.message.endswith("raise the limit.")
+    limit = Limit(RESIDENT_BYTES)
+    need = ValidationNeed.of(chain_problem(8), 8, 8, 1.0)
+    assert need.fitting_size(limit) == 0
+    assert large_validation(8, need.needed_bytes, limit, 0).message.endswith("raise the limit.")
+
+
+@pytest.mark.parametrize(
+    ("samples", "most", "even"), [(64, 20, 16), (64, 64, 64), (700, 200, 175), (7, 5, 5), (9, 1, 1)]
+)
+def test_batches_of_one_size_where_that_takes_no_more_than_twice_as_many(samples, most, even):
+    assert even_size(samples, most) == even
 
 
 def test_large_data_in_the_memory_that_counts_is_named():
@@ -88,6 +101,42 @@ def test_validation_that_needs_too_much_is_told_before_it_runs_and_measured(tmp_
         assert "validation " in report.verdict()
     read = load_report(tmp_path / "r.json", lambda document, source: None)
     assert read.phase_peak_bytes == report.phase_peak_bytes
+
+
+def in_slices(limit=None):
+    """Trains and validates 512 and 500 samples at once, twice."""
+    keras.utils.set_random_seed(0)
+    inner = [keras.layers.Reshape((64, 1)), keras.layers.Dense(128), keras.layers.ReLU()]
+    ends = [keras.layers.Dense(1), keras.layers.Flatten()]
+    model = keras.Sequential([keras.layers.Input((64,)), *inner, *ends])  # 16 MiB an activation
+    model.compile("sgd", "mse", metrics=["mae"])
+    x, y = np.random.default_rng(0).normal(size=(2, 512, 64)).astype("float32")
+    tuner = keras_remat.RematAutotune(
+        limit, batch_size="keep", micro_batches=8, margin=0.0, solver="greedy", verbose=0
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        history = model.fit(
+            x, y, batch_size=512, epochs=2, verbose=0, shuffle=False,
+            callbacks=[tuner] if limit else [], validation_data=(x[:500] + 1, y[:500]),
+        ).history  # fmt: skip
+    return history, tuner.report
+
+
+def test_a_step_in_slices_keeps_a_limit_and_so_does_validation():
+    """Keras validates in batches as large as those that train; nothing cuts those."""
+    plain, _ = in_slices()
+    gc.collect()
+    limit = load_backend().device.in_use_bytes() + 20 * MIB
+    history, report = in_slices(limit)
+    (told,) = [e.message for e in report.events if e.kind == EventKind.VALIDATION]
+    assert told.startswith("Validation of 500 samples at once would need about ")
+    assert re.search(r"it runs in batches of (100|125|250), with the same numbers\.$", told)
+    for name, values in plain.items():
+        assert history[name] == pytest.approx(values, rel=1e-5)
+    assert not report.predicted_phases
+    if report.peaks_source == "measured":
+        assert report.phase_peak_bytes["validation"] <= limit
 
 
 def test_a_phase_over_the_limit_has_a_row_that_says_so():

@@ -254,6 +254,12 @@ class Device:
             return expected
         return peak if peak != self._peak_before else min(peak, expected)
 
+    def phase_peak_bytes(self) -> int:
+        """Returns the allocator's peak where it rose since then; else 0: it tells nothing of what
+        took less, and nothing at all on a CPU."""
+        peak = device_statistic("peak_bytes_in_use")
+        return 0 if peak is None or peak == self._peak_before else peak
+
     # ---------------------------------------------------------------- memory
 
     @property

@@ -191,6 +191,10 @@ class CpuDevice(Device):
         added = [one for step, (one, _) in self._added.items() if isinstance(step, tuple)]
         return self.in_use_bytes() + max(added, default=0)
 
+    def phase_peak_bytes(self) -> int:
+        """Returns 0: nothing but steps is counted."""
+        return 0
+
     def total_bytes(self) -> int:
         """Returns all the memory that this process may use."""
         return host_memory_bytes(self.in_use_bytes())
@@ -248,6 +252,10 @@ class CudaDevice(Device):
 
     def watched_peak_bytes(self) -> int:
         """Returns the most bytes in use since then."""
+        return self.peak_bytes()
+
+    def phase_peak_bytes(self) -> int:
+        """Returns the same: the allocator counts whatever runs."""
         return self.peak_bytes()
 
     def total_bytes(self) -> int:

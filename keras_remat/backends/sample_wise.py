@@ -1,0 +1,75 @@
+"""Whether the numbers of a model's validation depend on the size of its batches.
+
+Keras weighs the loss of a batch by its samples, and its metrics add up. So the numbers are the
+same, but for rounding, where every sample goes through the model alone, and where losses are means
+over samples. That is known of Keras's own layers, losses and metrics. Anything else may look at the
+samples of a batch together (a contrastive loss, for instance), and is taken to do so. So is a mask:
+a masked loss is a mean over what is not masked. Several devices share a batch, and not every size
+can be shared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_remat.backends.keras_private import (
+    is_on_one_device,
+    layers,
+    metric_functions,
+    trains_always,
+)
+
+#: What a class of the user's own may do in another way.
+_OF_VALIDATION = (
+    "call", "compute_loss", "compute_metrics", "evaluate", "get_metrics_result",
+    "make_test_function", "test_step",
+)  # fmt: skip
+#: Ops between layers that look at one sample after the other.
+_ELEMENTWISE = ("Add", "Multiply", "Negative", "Subtract", "TrueDivide")
+_MEANS = ("mean", "sum_over_batch_size")
+
+
+def validates_sample_wise(model: Any) -> bool:
+    """Returns whether a validation tells the same in batches of any size."""
+    inner = layers(model)
+    operations = [part for one in inner for part in getattr(one, "operations", ())]
+    return (
+        is_on_one_device(model)
+        and not any(name in vars(model) for name in _OF_VALIDATION)
+        and all(map(_is_sample_wise, {id(part): part for part in (*inner, *operations)}.values()))
+        and all(map(_is_mean, keras.tree.flatten(model.loss)))
+        and all(map(_is_of_keras, metric_functions(model)))
+    )
+
+
+def _is_of_keras(thing: Any) -> bool:
+    named = thing if isinstance(getattr(thing, "__module__", None), str) else type(thing)
+    return bool(named.__module__.startswith("keras.src."))
+
+
+def _is_sample_wise(part: Any) -> bool:
+    """Returns whether a layer, or an op between layers, looks at one sample after the other."""
+    if not isinstance(part, keras.layers.Layer):
+        return type(part).__name__ in _ELEMENTWISE and _is_of_keras(part)
+    activation, axis = getattr(part, "activation", None), getattr(part, "axis", None)
+    return (
+        _is_of_keras(part)
+        and not isinstance(part, (keras.layers.Lambda, keras.layers.Masking))
+        and not getattr(part, "mask_zero", False)
+        and not getattr(part, "stateful", False)
+        and part.activity_regularizer is None
+        and (activation is None or _is_of_keras(activation))
+        and (axis is None or 0 not in np.atleast_1d(axis))
+        and not trains_always(part)
+    )
+
+
+def _is_mean(loss: Any) -> bool:
+    """Returns whether a loss, as ``compile`` was given it, is a mean over samples."""
+    if loss is None or isinstance(loss, str):
+        return True
+    is_of_keras = _is_of_keras(loss) and _is_of_keras(getattr(loss, "fn", loss))
+    return is_of_keras and getattr(loss, "reduction", "mean") in _MEANS
