@@ -1,6 +1,7 @@
 """Programs that follow the advice of a refusal: is the limit that is advised one that does?
 
-    python benchmarks/advice.py [--modes ordered,jax] [--seeds 40] [--json FILE.jsonl] [--check]
+    python benchmarks/advice.py [--modes ordered,jax] [--seeds 40] [--seconds 30] [--check]
+                                [--json FILE.jsonl] [--output FILE.md]
 
 Forty random models of dense layers or of convolutions are trained under too small a limit, which is
 refused, and then under the limit that the refusal advises. On TensorFlow that is done in order and
@@ -12,6 +13,7 @@ the input pipeline holds.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -59,21 +61,25 @@ def failures(row: dict[str, Any]) -> list[str]:
     return []
 
 
-def _child(mode: str, seeds: list[int]) -> None:
+def _child(mode: str, seeds: list[int], seconds: float) -> None:
     sys.path.insert(0, str(HERE.parent / "tests"))
+    import keras
     import random_models
 
     import keras_remat
 
     if MODES[mode][1] == "tensorflow":
         keras_remat.enable_cpu_memory_stats()
+    options: dict[str, Any] = {"compilation": MODES[mode][0], "solver_time_limit_s": seconds}
     for seed in seeds:
-        print(json.dumps(random_models.follow_advice(seed, compilation=MODES[mode][0])), flush=True)
+        print(json.dumps(random_models.follow_advice(seed, **options)), flush=True)
+        keras.utils.clear_session()
+        gc.collect()  # the next model has the memory for itself
 
 
 def _measure(mode: str, seeds: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    words = ["--child", mode, "--list", ",".join(map(str, seeds))]
+    words = ["--child", mode, "--list", ",".join(map(str, seeds)), "--seconds", given.seconds]
     more = {"KERAS_BACKEND": MODES[mode][1], "JAX_PLATFORMS": "cpu"}
     try:
         for row in printed_by("advice.py", *words, timeout_s=given.timeout, **more):
@@ -91,6 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_line(__doc__)
     add_names(parser, "--modes", tuple(MODES))
     parser.add_argument("--seeds", type=int, default=40, help="how many models (default 40)")
+    told = "for the solver, in each fit (default 30)"
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help=told)
     parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for one mode")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--output", type=Path, metavar="FILE.md")
@@ -99,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", default="", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.child:
-        _child(given.child, [int(seed) for seed in given.list.split(",")])
+        _child(given.child, [int(seed) for seed in given.list.split(",")], given.seconds)
         return 0
     rows = {(row["mode"], row["seed"]): row for row in kept(given.json)}
     for mode in given.modes:
@@ -110,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         row for (mode, seed), row in rows.items() if mode in given.modes and seed < given.seeds
     ]
     report = Report()
-    report.add(machine(), "", head(_HEAD, left=1))
+    machines = dict.fromkeys(machine(MODES[mode][1]) for mode in given.modes)
+    report.add(*machines, "", head(_HEAD, left=1))
     report.add(*(line_of([row["mode"], row["seed"], *cells_of(row, _COLUMNS)]) for row in chosen))
     short = [line for row in chosen for line in failures(row)]
     report.add("", f"{len(chosen) - len(short)} of {len(chosen)} train under what is advised.")
