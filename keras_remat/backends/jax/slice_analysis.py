@@ -60,7 +60,7 @@ class Analysis:
     """
 
     def __init__(self, program: FlatProgram, given: Mapping[int, int], state: Iterable[int] = ()):
-        self.program, self._axes, self._state = program, dict(given), frozenset(state)
+        self.program, self._axes, self.state = program, dict(given), frozenset(state)
         self._loops: dict[int, Loop | None] = {}
         self._makers = {
             number: equation for equation in program.equations for number in equation.outputs
@@ -186,7 +186,7 @@ class Analysis:
         return tuple(modes)
 
     def _has_part(self, atom: Any, axis: int) -> bool:
-        is_number = isinstance(atom, int) and atom not in self._state
+        is_number = isinstance(atom, int) and atom not in self.state
         return is_number and self.axis(atom) == axis and axis < len(self.shape(atom))
 
     def _is_zero(self, atom: Any) -> bool:

@@ -13,15 +13,14 @@ added to a program by slicing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import jax
 
-from keras_remat.backends.base import Whole
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import FlatProgram
 from keras_remat.backends.jax.kinds import SCAN
@@ -30,90 +29,36 @@ from keras_remat.backends.jax.slice_rules import RANDOM, Operands, part_params
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.slice_modes import Mode, Shape
 from keras_remat.backends.xla.fusion import Equation
-from keras_remat.backends.xla.sliced import (
-    ProgramSlicer,
-    ProgramWriter,
-    SlicedEquation,
-    SlicedOp,
-    slice_rules,
-)
-from keras_remat.core.slices import Role, SlicedGraph, SliceRule, Slicing, sliced_graph
+from keras_remat.backends.xla.sliced import ProgramSlicer, ProgramWriter, SlicedEquation
+from keras_remat.core.slices import Role, SlicedGraph
 
 
-@dataclass(frozen=True)
-class StepSlicer(ProgramSlicer):
-    """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`).
-
-    Args:
-        step: the whole one.
-        note: is told every step that is made.
-    """
-
-    step: JaxTracedStep
-    note: Callable[[JaxTracedStep], None]
-    granule_bytes: int = 1
-
-    @cached_property
-    def _n_state(self) -> int:
-        """Returns how many of the step's inputs are the trainer's state."""
-        return len(jax.tree.leaves(self.step.state_specs))
+class StepSlicer(ProgramSlicer[JaxTracedStep]):
+    """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`)."""
 
     @cached_property
     def analysis(self) -> Analysis:
         """Returns the axes of the step's values."""
-        program = self.step.program
-        batch = range(self._n_state, program.n_inputs)
+        program, n_state = self.step.program, len(jax.tree.leaves(self.step.state_specs))
+        batch = range(n_state, program.n_inputs)
         given = {number: 0 for number in batch if program.avals[number].shape}
-        return Analysis(program, given, range(self._n_state))
+        return Analysis(program, given, range(n_state))
 
-    @cached_property
-    def found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
-        analysis = self.analysis
-        return slice_rules(self.step, analysis.sliced_op, analysis.divisor, range(self._n_state))
-
-    def sliced(self, slicing: Slicing) -> JaxTracedStep:
-        """Returns the step with some ops in slices.
-
-        Raises:
-            InvalidProblemError: they cannot run so.
-        """
-        axes = {v: self.analysis.axis(n) for v, n in enumerate(self.step.numbers)}
-        graph = sliced_graph(self.step.graph, self.rules, slicing, self.granule_bytes, axes)
-        whole = replace(self.step, slicer=self)
-        made = _Writer(whole, graph, self.analysis, self.sliced_ops).step()
-        self.note(made)
-        return made
+    def writer(self, sliced: SlicedGraph) -> _Writer:
+        return _Writer(self, sliced)
 
 
-class _Writer(ProgramWriter):
+class _Writer(ProgramWriter[JaxTracedStep]):
     """Writes the program of one sliced graph."""
 
-    def __init__(
-        self,
-        step: JaxTracedStep,
-        sliced: SlicedGraph,
-        analysis: Analysis,
-        sliced_ops: dict[int, SlicedOp],
-    ):
-        super().__init__(step, sliced, sliced_ops, analysis.axis)
-        self._traced = step
-        self._avals = list(step.program.avals)
+    def __init__(self, slicer: StepSlicer, sliced: SlicedGraph):
+        super().__init__(slicer, sliced)
+        self._avals = list(self._step.program.avals)
         self._sources: dict[Any, Any] = {}
 
-    def step(self) -> JaxTracedStep:
-        """Returns the step."""
-        graph, handles = self._sliced.graph, self.write()
-        program = replace(
-            self._traced.program, equations=tuple(self.equations), avals=tuple(self._avals)
-        )
+    def program(self) -> FlatProgram:
         return replace(
-            self._traced,
-            graph=graph,
-            handles=handles,
-            program=program,
-            numbers=tuple(self.numbers[v.id] for v in graph.values),
-            slicer=None,
-            whole=Whole(self._traced, self._sliced),
+            self._step.program, equations=tuple(self.equations), avals=tuple(self._avals)
         )
 
     def new_number(self, like: int, mode: Mode) -> int:
@@ -123,16 +68,16 @@ class _Writer(ProgramWriter):
     def part_equations(
         self, one: SlicedEquation, part: int, inputs: Sequence[Any], outputs: Sequence[int]
     ) -> list[Equation]:
-        equation, source = self._traced.program.equations[one.at], self._source(one, part)
+        equation, source = self._step.program.equations[one.at], self._source(one, part)
         return [replace(equation, source=source, inputs=tuple(inputs), outputs=tuple(outputs))]
 
     def _source(self, one: SlicedEquation, part: int) -> Any:
         """Returns what a part of an equation is written down from; one for all parts, but for what
         is drawn."""
-        drawn = self._traced.program.equations[one.at].kind == RANDOM and not one.is_whole
+        drawn = self._step.program.equations[one.at].kind == RANDOM and not one.is_whole
         key = one, part if drawn else 0
         if key not in self._sources:
-            self._sources[key] = part_source(self._traced.program, one, self._count, key[1])
+            self._sources[key] = part_source(self._step.program, one, self._count, key[1])
         return self._sources[key]
 
     def glue(

@@ -13,14 +13,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
 
+from keras_remat.backends.base import Whole
 from keras_remat.backends.slice_modes import MEAN, Mode
 from keras_remat.backends.xla.fused_graph import FusedStep
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.core.graph import UPDATE, Op
-from keras_remat.core.slices import Role, SlicedGraph, SliceRule
+from keras_remat.core.slices import Role, SlicedGraph, SliceRule, Slicing, sliced_graph
+
+Step = TypeVar("Step", bound=FusedStep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,34 +110,40 @@ def demanded(
     return SlicedOp(tuple(reversed(made)), reads)
 
 
-def slice_rules(
-    step: FusedStep,
-    sliced_op: Callable[[Sequence[int], Sequence[int]], SlicedOp | None],
-    divisor: Callable[[SlicedOp], int],
-    state: Container[int],
-) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
-    """Returns how ops may run in slices, by id, and how their equations do.
+class Analysis(Protocol):
+    """Says how the equations of a program run on a part."""
 
-    Args:
-        step: whose ops they are.
-        sliced_op: returns how some equations make some numbers on a part, if they can.
-        divisor: returns a number that the number of parts has to divide.
-        state: numbers of inputs that are overwritten: they are read whole.
-    """
+    @property
+    def state(self) -> Container[int]:
+        """Returns the numbers of what is overwritten, and so read whole."""
+
+    def axis(self, number: int) -> int:
+        """Returns along which axis a value is sliced."""
+
+    def sliced_op(self, equations: Sequence[int], outputs: Sequence[int]) -> SlicedOp | None:
+        """Returns how equations run on a part, the last of which computes ``outputs``; ``None``
+        where they stay whole."""
+
+    def divisor(self, op: SlicedOp) -> int:
+        """Returns a number that the number of parts has to divide."""
+
+
+def _slice_rules(
+    step: FusedStep, analysis: Analysis
+) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
+    """Returns how ops may run in slices, by id, and how their equations do."""
     rules, sliced_ops = {}, {}
     for op in step.graph.ops:
         if not op.recomputable or op.phase == UPDATE or not op.outputs:
             continue
-        found = sliced_op(step.handles[op.id], [step.numbers[v] for v in op.outputs])
-        rule = None if found is None else _rule(step, op, found, divisor(found), state)
+        found = analysis.sliced_op(step.handles[op.id], [step.numbers[v] for v in op.outputs])
+        rule = None if found is None else _rule(step, op, found, analysis)
         if found is not None and rule is not None:
             rules[op.id], sliced_ops[op.id] = rule, found
     return rules, sliced_ops
 
 
-def _rule(
-    step: FusedStep, op: Op, found: SlicedOp, divides: int, state: Container[int]
-) -> SliceRule | None:
+def _rule(step: FusedStep, op: Op, found: SlicedOp, analysis: Analysis) -> SliceRule | None:
     """Returns the rule of an op; ``None`` where it reads what a part cannot."""
     graph, numbers, last = step.graph, step.numbers, found.equations[-1]
     made = dict(zip(step.program.equations[last.at].outputs, last.outputs, strict=True))
@@ -148,61 +158,101 @@ def _rule(
             means.add(v)
     modes = {v: found.reads.get(numbers[v], frozenset()) for v in op.inputs}
     sliced = {v for v, some in modes.items() if any(isinstance(m, int) for m in some)}
-    if any(numbers[v] in state for v in sliced):
+    if any(numbers[v] in analysis.state for v in sliced):
         return None
     whole = frozenset(op.inputs) - sliced | {v for v in sliced if None in modes[v]}
-    return SliceRule(frozenset(sliced), whole, frozenset(sums), frozenset(means), divides)
+    divisor = analysis.divisor(found)
+    return SliceRule(frozenset(sliced), whole, frozenset(sums), frozenset(means), divisor)
 
 
-class ProgramSlicer(ABC):
-    """Puts ops of a traced step into slices (:class:`keras_remat.backends.base.Slicer`)."""
+@dataclass(frozen=True)
+class ProgramSlicer(ABC, Generic[Step]):
+    """Puts ops of one traced step into slices (:class:`keras_remat.backends.base.Slicer`).
+
+    Args:
+        step: the whole one.
+        note: is told every step that is made.
+    """
+
+    step: Step
+    note: Callable[[Step], None]
+    granule_bytes: int = 1
 
     @property
     @abstractmethod
-    def found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
-        """Returns op id → how it may run in slices, and how its equations run on a part."""
+    def analysis(self) -> Analysis:
+        """Returns how the step's equations run on a part."""
+
+    @abstractmethod
+    def writer(self, sliced: SlicedGraph) -> ProgramWriter[Step]:
+        """Returns what writes the step's graph in slices."""
+
+    @cached_property
+    def _found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
+        return _slice_rules(self.step, self.analysis)
 
     @property
     def rules(self) -> dict[int, SliceRule]:
         """Returns op id → how it may run in slices."""
-        return self.found[0]
+        return self._found[0]
 
     @property
     def sliced_ops(self) -> dict[int, SlicedOp]:
         """Returns op id → how its equations run on a part."""
-        return self.found[1]
+        return self._found[1]
+
+    def sliced(self, slicing: Slicing) -> Step:
+        """Returns the step with some ops in slices.
+
+        Raises:
+            InvalidProblemError: they cannot run so.
+        """
+        axes = {v: self.analysis.axis(n) for v, n in enumerate(self.step.numbers)}
+        graph = sliced_graph(self.step.graph, self.rules, slicing, self.granule_bytes, axes)
+        made = self.writer(graph).step()
+        self.note(made)
+        return made
 
 
-class ProgramWriter(ABC):
+class ProgramWriter(ABC, Generic[Step]):
     """Writes the equations of one sliced graph.
 
     A framework says what they look like: :meth:`new_number`, :meth:`part_equations` and
-    :meth:`glue`.
+    :meth:`glue`; and what its program is then: :meth:`program`.
 
     Args:
-        step: the whole step.
+        slicer: of the whole step.
         sliced: its graph in slices.
-        sliced_ops: op id → how its equations run on a part.
-        axis: returns along which axis a number is sliced.
 
     Attributes:
         equations: what was written.
         numbers: value of the sliced graph → its number.
     """
 
-    def __init__(
-        self,
-        step: FusedStep,
-        sliced: SlicedGraph,
-        sliced_ops: Mapping[int, SlicedOp],
-        axis: Callable[[int], int],
-    ):
-        self._step, self._sliced = step, sliced
-        self._sliced_ops, self._axis = sliced_ops, axis
+    def __init__(self, slicer: ProgramSlicer[Step], sliced: SlicedGraph):
+        self._slicer, self._step, self._sliced = slicer, slicer.step, sliced
+        self._axis = slicer.analysis.axis
         self._count = sliced.slicing.parts
         self._written: dict[Any, tuple[int, ...]] = {}  # what equations compute → their indices
         self.equations: list[Equation] = []
-        self.numbers = {now: step.numbers[v] for v, now in sliced.whole.items()}
+        self.numbers = {now: self._step.numbers[v] for v, now in sliced.whole.items()}
+
+    def step(self) -> Step:
+        """Writes all; returns the step in slices."""
+        handles, graph = self._write(), self._sliced.graph
+        return replace(
+            self._step,
+            graph=graph,
+            handles=handles,
+            program=self.program(),
+            numbers=tuple(self.numbers[v.id] for v in graph.values),
+            slicer=None,
+            whole=Whole(replace(self._step, slicer=self._slicer), self._sliced),
+        )
+
+    @abstractmethod
+    def program(self) -> Any:
+        """Returns the program of what was written."""
 
     @abstractmethod
     def new_number(self, like: int, mode: Mode) -> int:
@@ -234,8 +284,8 @@ class ProgramWriter(ABC):
             inputs: numbers of what the op of the sliced graph reads.
         """
 
-    def write(self) -> dict[int, tuple[int, ...]]:
-        """Writes all; returns op id → the indices of its equations."""
+    def _write(self) -> dict[int, tuple[int, ...]]:
+        """Writes all equations; returns op id → the indices of its own."""
         handles = {}
         for op, origin in zip(self._sliced.graph.ops, self._sliced.origins, strict=True):
             if origin.role == "whole":
@@ -274,7 +324,7 @@ class ProgramWriter(ABC):
                 inner[numbers[v], None] = self.numbers[self._sliced.whole[v]]
         ids = {numbers[v]: now for v, now in zip(old.outputs, op.outputs, strict=True)}
         found: list[int] = []
-        for one in self._sliced_ops[source].equations:
+        for one in self._slicer.sliced_ops[source].equations:
             equation = self._step.program.equations[one.at]
             inputs = tuple(
                 inner[a, mode] if isinstance(a, int) else a

@@ -17,8 +17,8 @@ Loops and branches stay whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import gcd, prod
 from typing import Any
@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_remat.backends.base import Whole
 from keras_remat.backends.slice_modes import MEAN, SUM, Mode, Shape
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Literal, nbytes
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
@@ -49,26 +48,15 @@ from keras_remat.backends.xla.sliced import (
     SlicedEquation,
     SlicedOp,
     demanded,
-    slice_rules,
 )
-from keras_remat.core.slices import Role, SlicedGraph, SliceRule, Slicing, sliced_graph
+from keras_remat.core.slices import Role, SlicedGraph
 
 #: What the outputs of all parts are to the whole op's, in the words of every framework.
 _MODES: Mapping[OutputMode, Mode] = {"part": 0, "sum": SUM, "mean": MEAN}
 
 
-@dataclass(frozen=True)
-class StepSlicer(ProgramSlicer):
-    """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`).
-
-    Args:
-        step: the whole one.
-        note: is told every step that is made.
-    """
-
-    step: CompiledStep
-    note: Callable[[CompiledStep], None]
-    granule_bytes: int = 1
+class StepSlicer(ProgramSlicer[CompiledStep]):
+    """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`)."""
 
     @cached_property
     def analysis(self) -> Analysis:
@@ -76,22 +64,8 @@ class StepSlicer(ProgramSlicer):
         program: FlatProgram = self.step.program
         return Analysis(program, range(self.step.stateless.batch, program.n_given))
 
-    @cached_property
-    def found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
-        analysis = self.analysis
-        return slice_rules(self.step, analysis.sliced_op, analysis.divisor, analysis.state)
-
-    def sliced(self, slicing: Slicing) -> CompiledStep:
-        """Returns the step with some ops in slices.
-
-        Raises:
-            InvalidProblemError: they cannot run so.
-        """
-        graph = sliced_graph(self.step.graph, self.rules, slicing, self.granule_bytes)
-        whole = replace(self.step, slicer=self)
-        made = _Writer(whole, graph, self.analysis, self.sliced_ops).step()
-        self.note(made)
-        return made
+    def writer(self, sliced: SlicedGraph) -> _Writer:
+        return _Writer(self, sliced)
 
 
 class Analysis:
@@ -105,6 +79,10 @@ class Analysis:
     def __init__(self, program: FlatProgram, state: range):
         self.program, self.state = program, state
         self._modes: dict[int, Found] = {}
+
+    def axis(self, number: int) -> int:
+        """Returns the first axis, along which every value is sliced."""
+        return 0
 
     def shape(self, atom: Any) -> Shape | None:
         """Returns the shape of a number or literal, where it is known."""
@@ -179,40 +157,23 @@ class Analysis:
         return divides
 
 
-class _Writer(ProgramWriter):
+class _Writer(ProgramWriter[CompiledStep]):
     """Writes the program of one sliced graph."""
 
-    def __init__(
-        self,
-        step: CompiledStep,
-        sliced: SlicedGraph,
-        analysis: Analysis,
-        sliced_ops: dict[int, SlicedOp],
-    ):
-        super().__init__(step, sliced, sliced_ops, lambda number: 0)
-        self._traced, self._analysis = step, analysis
-        self._shapes, self._dtypes = list(step.program.shapes), list(step.program.dtypes)
-        self._constants = dict(step.program.constants)
+    def __init__(self, slicer: StepSlicer, sliced: SlicedGraph):
+        super().__init__(slicer, sliced)
+        self._analysis, program = slicer.analysis, self._step.program
+        self._shapes, self._dtypes = list(program.shapes), list(program.dtypes)
+        self._constants = dict(program.constants)
         self._literals: dict[str, Literal] = {}
 
-    def step(self) -> CompiledStep:
-        """Returns the step."""
-        graph, handles = self._sliced.graph, self.write()
-        program = replace(
-            self._traced.program,
+    def program(self) -> FlatProgram:
+        return replace(
+            self._step.program,
             equations=tuple(self.equations),
             shapes=tuple(self._shapes),
             dtypes=tuple(self._dtypes),
             constants=self._constants,
-        )
-        return replace(
-            self._traced,
-            graph=graph,
-            handles=handles,
-            program=program,
-            numbers=tuple(self.numbers[v.id] for v in graph.values),
-            slicer=None,
-            whole=Whole(self._traced, self._sliced),
         )
 
     # ---------------------------------------------------------------- numbers and literals
@@ -259,7 +220,7 @@ class _Writer(ProgramWriter):
     def part_equations(
         self, one: SlicedEquation, part: int, inputs: Sequence[Any], outputs: Sequence[int]
     ) -> list[Equation]:
-        equation, found = self._traced.program.equations[one.at], self._analysis.modes(one.at)
+        equation, found = self._step.program.equations[one.at], self._analysis.modes(one.at)
         if one.is_whole or found is None:
             return [replace(equation, inputs=tuple(inputs), outputs=tuple(outputs))]
         if equation.kind in RESHAPING:
