@@ -91,7 +91,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One train step as a graph, with the framework's objects beside it.
+    """Holds one train step as a graph, with the framework's objects beside it.
 
     Args:
         graph: what the step computes.
@@ -138,7 +138,7 @@ class ProfileRecorder(Protocol):
 
 
 class Backend(Protocol):
-    """The five verbs (trace, profile, lower, measure, restore) and what they need to know.
+    """Knows the five verbs (trace, profile, lower, measure, restore), and what they need.
 
     An instance belongs to one model and one ``fit``: its memory model remembers what it saw.
     """
@@ -147,15 +147,15 @@ class Backend(Protocol):
     compilation: str
     """``"compiled"`` or ``"ordered"``: whether a step runs as one compiled program, or op by op."""
     measures_op_times: bool
-    """Whether a recorder tells op times; where it does not, recording steps cannot make a plan
+    """Says whether a recorder tells op times; where it does not, recording steps cannot make a plan
     better."""
 
     runs_slices: bool
-    """Whether traced steps have a :class:`Slicer`."""
+    """Says whether traced steps have a :class:`Slicer`."""
     auto_solver: str
-    """The solver that ``"auto"`` stands for."""
+    """Names the solver that ``"auto"`` stands for."""
     processes: Processes
-    """Those that train the model together."""
+    """Stands for those that train the model together."""
 
     @property
     def batch_multiple(self) -> int:

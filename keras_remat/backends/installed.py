@@ -56,7 +56,7 @@ class StepRunner(Protocol):
 
 
 class Installed(ABC):
-    """A train function that has taken the place of Keras's own; see
+    """Is a train function that has taken the place of Keras's own; see
     :meth:`keras_remat.backends.base.Backend.install`.
 
     Args:
@@ -70,12 +70,12 @@ class Installed(ABC):
     """
 
     returns_state = False
-    """Whether a call's result has to be Keras's, also where the call trained only what was held
-    back: the state is in it."""
+    """Says whether a call's result has to be Keras's, also where the call trained only what was
+    held back: the state is in it."""
 
     counts_no_empty_step = False
-    """Whether the original counts an update where it finds no batch any more, and this one does
-    not."""
+    """Says whether the original counts an update where it finds no batch any more, and this one
+    does not."""
 
     def __init__(self, model: Any, runner: StepRunner):
         self._model, self._runner = model, runner
@@ -143,8 +143,8 @@ class Installed(ABC):
             self._model.train_function = self.original
 
     keeps_first_trace = False
-    """Whether the original trains, as long as there is one of it, what the model was when it was
-    traced."""
+    """Says whether the original trains, as long as there is one of it, what the model was when it
+    was traced."""
 
     def changed_layers(self) -> list[str]:
         """Returns the layers whose ``trainable`` is another one than when the original was first

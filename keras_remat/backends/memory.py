@@ -27,15 +27,15 @@ from keras_remat.core.simulate import simulate
 
 
 class DeviceMemory(Protocol):
-    """What the device's allocator tells."""
+    """Tells what the device's allocator counts."""
 
     @property
     def name(self) -> str:
-        """The device, e.g. ``"GPU:0"``."""
+        """Returns the device, e.g. ``"GPU:0"``."""
 
     @property
     def has_statistics(self) -> bool:
-        """Whether the allocator counts; where it does not, no peak can be measured."""
+        """Returns whether the allocator counts; where it does not, no peak can be measured."""
 
     def in_use_bytes(self) -> int:
         """Returns the bytes handed out now; 0 without statistics."""
@@ -64,14 +64,14 @@ class MemoryModel(Protocol):
     """Predicts the peak that the device will show for a schedule."""
 
     order_matters: bool
-    """Whether moving ops about, with none recomputed more or less, changes the peak."""
+    """Says whether moving ops about, with none recomputed more or less, changes the peak."""
     restores_after_plain: bool
-    """Whether a planned step that follows Keras's own shows its peak only after the model's state
-    was put back between them."""
+    """Says whether a planned step that follows Keras's own shows its peak only after the model's
+    state was put back between them."""
 
     rewrites: bool
-    """Whether a schedule that takes more than its problem's budget may be compiled in another way,
-    which takes less and is slower."""
+    """Says whether a schedule that takes more than its problem's budget may be compiled in another
+    way, which takes less and is slower."""
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the predicted peak of a step, resident bytes included."""
@@ -115,7 +115,7 @@ class Calibration:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured yet."""
+        """Returns whether nothing was measured yet."""
         return not self._surplus
 
     def learn(self, simulated_bytes: int, store_all_bytes: int, measured_bytes: int) -> None:
@@ -138,7 +138,7 @@ class Calibration:
 
 
 class CalibratedMemory:
-    """A memory model that corrects an uncalibrated one by what was measured.
+    """Corrects an uncalibrated memory model by what was measured.
 
     Args:
         uncalibrated: the peak of a schedule before any correction, resident bytes included.
@@ -195,7 +195,7 @@ class CalibratedMemory:
 
 
 class SimulatedMemory(CalibratedMemory):
-    """The bytes alive: what is known where nothing can be asked."""
+    """Tells the bytes alive, which is what is known where nothing can be asked."""
 
     def __init__(self) -> None:
         super().__init__(_alive_bytes)

@@ -18,13 +18,14 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class Processes:
-    """All processes that train a model, as one of them sees them; here it is the only one.
+    """Stands for all processes that train a model, as one of them sees them; here it is the only
+    one.
 
     Every method but :meth:`end` and :meth:`fail` is called by all of them, in the same order.
     """
 
     count: int = 1
-    """How many there are."""
+    """Says how many there are."""
 
     def begin(self, setting: Mapping[str, str]) -> None:
         """Begins a ``fit``, once all have come to it.

@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """One batch size that was tried.
+    """Says what came of one batch size that was tried.
 
     Args:
         plan: what would run; ``None`` when no schedule was found.

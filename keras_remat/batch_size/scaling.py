@@ -33,7 +33,7 @@ from keras_remat.errors import UnsupportedModelError
 
 
 class GraphScaling:
-    """One train step's graph at any sizes of its batch.
+    """Tells one train step's graph at any sizes of its batch.
 
     Args:
         graph: traced at ``sizes``.
@@ -167,7 +167,7 @@ class Scaling(Protocol):
 
 
 class BatchScaling:
-    """One train step's problem at any batch size.
+    """Tells one train step's problem at any batch size, of whole ops.
 
     Args:
         problem: graph and profile at ``size``.

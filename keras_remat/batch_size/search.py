@@ -129,7 +129,7 @@ def search_batch_size(
 
 
 class SizeSearch:
-    """The state of one search: the largest size reached, and with which plans.
+    """Holds the state of one search: the largest size reached, and with which plans.
 
     Attributes:
         largest: the largest size reached, 0 for none.

@@ -38,7 +38,7 @@ _SECOND_PLAN_S = 1.0
 
 @dataclass(frozen=True)
 class SlicedScaling:
-    """One train step in slices at any batch size that their number divides.
+    """Tells what one train step in slices costs at any batch size that their number divides.
 
     Args:
         whole: the step's problem without slices.
@@ -54,7 +54,7 @@ class SlicedScaling:
 
     @property
     def fit(self) -> CostFit | None:
-        """The fitted costs of whole ops; ``None`` where one size alone was measured."""
+        """Returns the fitted costs of whole ops; ``None`` where one size alone was measured."""
         return self.whole.fit
 
     def at(self, size: int) -> Problem:

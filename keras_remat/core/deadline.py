@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Deadline:
-    """A number of seconds, counted from when it is made.
+    """Counts a number of seconds from when it is made.
 
     Args:
         seconds: of the limit; infinite for none.

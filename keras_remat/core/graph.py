@@ -48,7 +48,7 @@ def check_bytes(nbytes: object, field: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor.
+    """Describes one tensor.
 
     Args:
         id: its index in ``Graph.values``.
@@ -73,7 +73,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One executed operation.
+    """Describes one executed operation.
 
     Args:
         id: its index in ``Graph.ops``.
@@ -105,7 +105,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """Ops in default (topological) order, their values, and the values alive at the end.
+    """Holds the ops in default (topological) order, their values, and the values alive at the end.
 
     Args:
         ops: every op; ``ops[i].id == i``.

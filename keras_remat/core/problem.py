@@ -13,7 +13,7 @@ from keras_remat.errors import InvalidProblemError
 
 @dataclass(frozen=True)
 class Problem:
-    """One instance of the rematerialization problem.
+    """Holds one instance of the rematerialization problem.
 
     Args:
         graph: what is computed.

@@ -33,7 +33,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which ops run; an id that repeats is recomputed.
+    """Holds the order in which ops run; an id that repeats is recomputed.
 
     Args:
         order: op ids; NumPy integers become ``int``, so that equal schedules are equal and can be

@@ -116,7 +116,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class SlicedGraph:
-    """A graph in which some ops run part by part, and where each comes from.
+    """Holds a graph in which some ops run part by part, and where each comes from.
 
     Args:
         graph: the ops and values after the rewrite.

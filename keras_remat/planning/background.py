@@ -30,7 +30,8 @@ class PlanProcessError(RematError):
 
 
 class PlanProcess:
-    """A process that answers one request; it is killed when nothing refers to it any more."""
+    """Runs a process that answers one request, and that is killed when nothing refers to it any
+    more."""
 
     def __init__(self, request: PlanRequest):
         self._problem = request.problem

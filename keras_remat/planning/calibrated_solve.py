@@ -68,7 +68,7 @@ OPTIONS = CorrectionOptions()
 
 @dataclass(frozen=True)
 class BudgetCandidate:
-    """A solution with the peak that the device will show.
+    """Holds a solution with the peak that the device will show.
 
     Args:
         solution: the schedule, with its usage.

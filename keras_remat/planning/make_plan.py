@@ -117,7 +117,7 @@ def target_of(card: str | Target | None) -> Target | None:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model's train step with its costs, outside of ``fit``.
+    """Holds a model's train step with its costs, outside of ``fit``.
 
     Args:
         limit: what it may have in use.

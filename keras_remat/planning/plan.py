@@ -47,7 +47,7 @@ FORMAT, VERSION = "keras_remat.plan", 1
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A schedule for one graph under one budget.
+    """Holds a schedule for one graph under one budget.
 
     Args:
         fingerprint: of the graph it applies to.

@@ -23,7 +23,7 @@ RESIDENT, WORKSPACE, REST = "resident", "workspace", "other layers"
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes alive over the time of one step."""
+    """Holds the bytes alive over the time of one step."""
 
     problem: Problem
     schedule: Schedule
@@ -215,7 +215,7 @@ def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group
 
 @dataclass(frozen=True)
 class Interval:
-    """One stay of a value in memory.
+    """Says from when to when a value stays in memory.
 
     Args:
         value_id: whose.

@@ -36,7 +36,7 @@ LOG_KEYS = ("remat_speedup", "remat_batch_size", "remat_peak_gib", "remat_sample
 
 @dataclass
 class AutotuneReport:
-    """The whole story of one ``fit``.
+    """Tells the whole story of one ``fit``.
 
     Attributes:
         limit_bytes: the memory limit in force; ``None`` before the first batch.

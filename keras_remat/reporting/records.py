@@ -58,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True)
 class EpochUsage:
-    """One epoch, measured over its train steps; time spent planning and compiling is apart.
+    """Says what one epoch took, by its train steps; planning and compiling are counted apart.
 
     Args:
         epoch: as Keras counts it.

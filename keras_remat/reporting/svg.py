@@ -47,7 +47,7 @@ def draw(chart: Chart) -> str:
 
 
 class _Drawing:
-    """A chart in the picture's own units."""
+    """Draws a chart in the picture's own units."""
 
     def __init__(self, chart: Chart):
         self._chart, self._height = chart, round(_WIDTH * chart.aspect)

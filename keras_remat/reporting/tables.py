@@ -16,7 +16,7 @@ SHOWN_SHARE = 0.001
 
 
 class Text(str):
-    """A string that an interactive session shows as it reads."""
+    """Is a string that an interactive session shows as it reads."""
 
     __slots__ = ()
 

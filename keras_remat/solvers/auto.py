@@ -405,8 +405,8 @@ class _Search:
 
 @dataclass(frozen=True)
 class _View:
-    """The problem that heuristics work on, the way of its orders to orders of the problem to solve,
-    and back."""
+    """Holds the problem that heuristics work on, the way of its orders to orders of the problem to
+    solve, and back."""
 
     problem: Problem
     expand: Callable[[Sequence[int]], Order]

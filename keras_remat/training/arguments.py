@@ -19,7 +19,7 @@ BATCH_SIZES = ("max", "fastest", "keep")
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The arguments of ``RematAutotune`` that decide how a ``fit`` trains; see there."""
+    """Holds the arguments of ``RematAutotune`` that decide how a ``fit`` trains; see there."""
 
     memory_limit: int | str | None = None
     _: KW_ONLY

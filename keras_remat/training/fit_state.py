@@ -64,7 +64,7 @@ class StepCounter:
 
 
 class FitState:
-    """The report, the counters and the train function of one ``fit``, and its record.
+    """Holds the report, the counters and the train function of one ``fit``, and its record.
 
     Args:
         options: of the callback.

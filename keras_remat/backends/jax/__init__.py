@@ -54,7 +54,7 @@ REMEMBERED_STEPS = 6
 
 
 class LoweredStep:
-    """A compiled schedule that trains one batch of the traced shapes."""
+    """Runs a compiled schedule that trains one batch of the traced shapes."""
 
     def __init__(self, traced: JaxTracedStep, schedule: Schedule, compiled: Any, device: Device):
         self.traced, self.schedule, self.compiled = traced, schedule, compiled
@@ -66,8 +66,8 @@ class LoweredStep:
 
 
 class JaxBackend:
-    """The verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance remembers
-    what was compiled.
+    """Knows the verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance
+    remembers what was compiled.
 
     Args:
         target: where steps will run; the live device, if not given. For a card that is not there
@@ -94,7 +94,7 @@ class JaxBackend:
 
     @property
     def target(self) -> Target:
-        """Where steps will run."""
+        """Returns where steps will run."""
         return self._card or live_target()
 
     @cached_property
@@ -110,7 +110,8 @@ class JaxBackend:
 
     @property
     def batch_multiple(self) -> int:
-        """The number of parts that the active ``keras.distribution`` divides a batch into."""
+        """Returns the number of parts that the active ``keras.distribution`` divides a batch
+        into."""
         return batch_parts()
 
     def check(self, model: Any) -> str | None:
@@ -209,8 +210,8 @@ class JaxBackend:
         return LoweredStep(traced, schedule, compiled, self.device)
 
     def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
-        """The step that runs a schedule, or Keras's own; the newest are remembered, and written
-        anew where they take more than the problem's budget leaves."""
+        """Returns the step that runs a schedule, or Keras's own; the newest are remembered, and
+        written anew where they take more than the problem's budget leaves."""
         key = self._key(traced, schedule)
         if schedule is None:
             if key not in self._newest:
@@ -241,8 +242,8 @@ class JaxBackend:
         return lambda: self._remember(self._key(traced, None), Written(compile_plain()))
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
-        """What a step adds to the resident bytes, more than there is where compiling it ran out of
-        memory; ``None`` for a graph that was not traced to be run."""
+        """Returns what a step adds to the resident bytes, more than there is where compiling it ran
+        out of memory; ``None`` for a graph that was not traced to be run."""
         traced = self._traced.get(problem.graph.fingerprint)
         if traced is None:
             return None
@@ -279,12 +280,12 @@ class JaxBackend:
 
 
 def backend() -> JaxBackend:
-    """A backend for one model."""
+    """Returns a backend for one model."""
     return JaxBackend()
 
 
 def backends(model: Any, compilation: str, target: Target | None = None) -> list[JaxBackend]:
-    """The backends that can train a model on JAX, or plan for a card that is not there.
+    """Returns the backends that can train a model on JAX, or plan for a card that is not there.
 
     Raises:
         UnsupportedModelError: an order was asked for, which a compiled step does not keep.

@@ -70,15 +70,15 @@ class _Kept:
 
 
 class Device:
-    """The devices of this process that train, all of whose numbers are one device's, and the state
-    of the one model that trains on them.
+    """Stands for the devices of this process that train, with the state of the one model that
+    trains on them.
 
     Args:
         processes: those that train it; of what they measure, the most is told.
     """
 
     has_statistics = True
-    """A step's peak can be told: on a CPU from buffer assignment, else by the allocator."""
+    """Says that a step's peak can be told: on a CPU by buffer assignment, else by the allocator."""
 
     def __init__(self, processes: Processes | None = None) -> None:
         self.processes = processes or Processes()
@@ -327,7 +327,7 @@ def _as_before(state: Any, logs: Any, new_state: Any) -> tuple[Any, Any]:
 
 
 class AbsentDevice(Device):
-    """A card that is not there: no step runs, and nothing of it is measured.
+    """Stands for a card that is not there: no step runs, and nothing of it is measured.
 
     Args:
         target: the card.

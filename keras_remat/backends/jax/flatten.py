@@ -29,7 +29,7 @@ from keras_remat.backends.xla.fusion import Equation
 
 @dataclass(frozen=True)
 class FlatProgram:
-    """A jaxpr without calls.
+    """Holds a jaxpr without calls.
 
     Args:
         equations: in program order.

@@ -55,7 +55,7 @@ def step_function(
 
 @dataclass(frozen=True)
 class Written:
-    """A compiled step.
+    """Holds a compiled step.
 
     Args:
         step: a ``jax.stages.Compiled``.
@@ -67,7 +67,7 @@ class Written:
 
     @property
     def added_bytes(self) -> int:
-        """What it takes beside its arguments."""
+        """Returns what it takes beside its arguments."""
         return memory(self.step).added_bytes
 
 

@@ -38,7 +38,8 @@ _FITS = count()
 
 
 class JaxProcesses(Processes):
-    """The processes of one ``fit``; see :class:`keras_remat.backends.processes.Processes`.
+    """Stands for the processes of one ``fit``; see
+    :class:`keras_remat.backends.processes.Processes`.
 
     Args:
         client: of the key-value store.

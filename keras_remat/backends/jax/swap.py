@@ -28,7 +28,7 @@ from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(Installed):
-    """The train function of one ``fit``; asks ``runner`` for every batch.
+    """Is the train function of one ``fit``, and asks ``runner`` for every batch.
 
     Args:
         model, runner: as in :class:`~keras_remat.backends.installed.Installed`.

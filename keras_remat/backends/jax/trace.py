@@ -37,7 +37,7 @@ from keras_remat.errors import UnsupportedModelError
 
 @dataclass(frozen=True, eq=False)
 class JaxTracedStep(FusedStep):
-    """A traced Keras JAX train step.
+    """Holds a traced Keras JAX train step.
 
     Args:
         state_specs: shapes and dtypes of the trainer's state.

@@ -115,7 +115,7 @@ class JaxWriter:
 
 
 class GpuWriter(JaxWriter):
-    """The same for one GPU, where cuDNN's layouts decide what is copied, and when.
+    """Writes for one GPU, where cuDNN's layouts decide what is copied, and when.
 
     cuDNN wants kernels output channels first; Keras keeps them last. XLA puts one transposed copy
     behind the parameter, shared by all that reads or updates it, so it lives from the first
@@ -170,8 +170,8 @@ class GpuWriter(JaxWriter):
 
 
 class ShardedWriter(JaxWriter):
-    """The same on several devices: each reads its own part of a trigger and guards its own part of
-    a value, so that none waits for another.
+    """Writes for several devices: each reads its own part of a trigger and guards its own part of a
+    value, so that none waits for another.
 
     A guard's condition is an array with one element per device. Nothing is written in branches,
     because a branch would have to be taken on all devices at once.

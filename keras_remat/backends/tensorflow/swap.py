@@ -18,7 +18,7 @@ from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(Installed):
-    """The train function of one ``fit``; asks ``runner`` for every batch.
+    """Is the train function of one ``fit``, and asks ``runner`` for every batch.
 
     Keras's function traces the step for what its iterator promises of batches, whatever their size
     is. It is given an iterator of the same kind for a single batch, too: so one trace, and what

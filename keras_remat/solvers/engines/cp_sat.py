@@ -90,7 +90,7 @@ def require_ortools() -> None:
 
 
 class Worker:
-    """A process that solves one program after the other; a context manager, which ends it.
+    """Runs a process that solves one program after the other; as a context manager it ends it.
 
     Args:
         memory_limit_bytes: address space the process may have.

@@ -29,7 +29,7 @@ SMALL_SHARE = 0.005
 
 
 class Coarse:
-    """A coarse problem and the way back.
+    """Holds a coarse problem and the way back.
 
     Attributes:
         problem: the coarse problem; its store-all time is that of the coarse ops only.

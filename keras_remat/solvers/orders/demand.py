@@ -18,7 +18,7 @@ from keras_remat.core.problem import Problem
 
 
 class Walk:
-    """One pass over the default order.
+    """Makes one pass over the default order.
 
     Args:
         problem: the graph.

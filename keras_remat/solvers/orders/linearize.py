@@ -32,7 +32,7 @@ NEGLIGIBLE = 1024
 
 @dataclass(frozen=True)
 class Linearized:
-    """The forward ops of a problem in default order.
+    """Holds the forward ops of a problem in default order.
 
     Args:
         problem: the problem.

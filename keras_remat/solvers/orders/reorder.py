@@ -126,8 +126,9 @@ def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Fresh:
-    """The ops that may be moved ahead after an op of the base order and have to be examined, for
-    each of the three kinds of :meth:`_Hoist._next_run`, in the order in which they first came."""
+    """Holds the ops that may be moved ahead after an op of the base order and have to be examined,
+    for each of the three kinds of :meth:`_Hoist._next_run`, in the order in which they first
+    came."""
 
     def __init__(self) -> None:
         self.place: dict[int, int] = {}

@@ -39,7 +39,7 @@ SPARE = 1.25
 
 @dataclass(frozen=True)
 class Stages:
-    """The forward phase cut into blocks, with what the dynamic program needs to know of each.
+    """Holds the forward phase cut into blocks, with what the dynamic program needs to know of each.
 
     Args:
         linear: the problem's forward phase.

@@ -67,8 +67,8 @@ OPTIONS = DtrOptions()
 
 
 class _Run:
-    """One pass over the default order under ``budget_bytes``; says when the values of a walk are
-    dropped."""
+    """Makes one pass over the default order under ``budget_bytes``; says when the values of a walk
+    are dropped."""
 
     def __init__(
         self, walk: Walk, problem: Problem, score: str, seed: int, budget_bytes: int, noise: float

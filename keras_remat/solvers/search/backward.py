@@ -161,8 +161,8 @@ def _at_once(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A run of an op before which ``alive`` must be alive and the ops ``left`` have to run;
-    ``first`` when it is the op's first run."""
+    """Stands for a run of an op before which ``alive`` must be alive and the ops ``left`` have to
+    run; ``first`` when it is the op's first run."""
 
     op_id: int
     alive: int
@@ -172,7 +172,7 @@ class _Step:
 
 
 class _Game:
-    """The graph as bit sets: bit v of a set of values, bit i of a set of ops."""
+    """Holds the graph as bit sets: bit v of a set of values, bit i of a set of ops."""
 
     def __init__(self, problem: Problem):
         graph = problem.graph

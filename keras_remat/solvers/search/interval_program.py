@@ -49,8 +49,8 @@ TIME_STEPS = 10**7
 
 @dataclass(frozen=True)
 class Cell:
-    """A place in the order where an op runs (base), runs again (fixed) or may run again (candidate,
-    with its variable)."""
+    """Is a place in the order where an op runs (base), runs again (fixed) or may run again
+    (candidate, with its variable)."""
 
     slot: int
     op_id: int

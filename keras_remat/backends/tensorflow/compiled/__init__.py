@@ -38,8 +38,8 @@ from keras_remat.errors import UnsupportedModelError
 
 
 class CompiledBackend(TensorFlowBackend):
-    """The verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance remembers
-    what it measured.
+    """Knows the verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance
+    remembers what it measured.
 
     Args:
         target: where steps will run; the live device, if not given. For a card that is not there

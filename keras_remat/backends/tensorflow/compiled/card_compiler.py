@@ -94,7 +94,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class AbsentDevice(TensorFlowDevice):
-    """A card that is not there: no step runs, and nothing of it is measured.
+    """Stands for a card that is not there: no step runs, and nothing of it is measured.
 
     Args:
         target: the card.

@@ -33,7 +33,7 @@ from keras_remat.core.topology import topological_order
 
 @dataclass(frozen=True)
 class Literal:
-    """A constant as an operation's input.
+    """Stands for a constant as an operation's input.
 
     Args:
         name: of its node.
@@ -47,7 +47,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class FlatProgram:
-    """A step's operations over numbered tensors.
+    """Holds a step's operations over numbered tensors.
 
     Args:
         equations: in traced order.
@@ -91,7 +91,7 @@ def nbytes(shape: tuple[int, ...] | None, dtype: Any) -> int:
 
 @dataclass(frozen=True)
 class Stateless:
-    """A step as a pure function.
+    """Holds a step as a pure function.
 
     Args:
         program: what it computes.

@@ -97,7 +97,7 @@ class _Writer:
 
 
 class _GpuWriter(_Writer):
-    """The same on a GPU. cuDNN wants a kernel in another layout. That copy needs the parameter only
+    """Writes for a GPU. cuDNN wants a kernel in another layout. That copy needs the parameter only
     and would be made before the first convolution, so a kernel waits for its image."""
 
     def __init__(self, program: FlatProgram):
@@ -120,7 +120,7 @@ class _GpuWriter(_Writer):
 
 
 class LoweredStep:
-    """A step that runs one schedule, compiled when it is called first; call it with a batch of the
+    """Runs one schedule as a step, compiled when it is called first; call it with a batch of the
     traced shape.
 
     Args:

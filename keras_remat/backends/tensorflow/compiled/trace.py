@@ -26,7 +26,7 @@ from keras_remat.errors import UnsupportedModelError
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep(FusedStep):
-    """A train step traced for XLA.
+    """Holds a train step traced for XLA.
 
     Args:
         stateless: the step as a pure function, which ``program`` computes.

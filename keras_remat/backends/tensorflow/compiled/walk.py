@@ -134,7 +134,7 @@ class Walk:
         return self.state[handle]
 
     def _access(self, node: Any, handles: Sequence[str], inputs: list[str]) -> None:
-        """An operation on one variable, as one on its current value."""
+        """Writes an operation on one variable as one on its current value."""
         handle, name = handles[0], node.name
         if len(handles) > 1 or node.op not in _ACCESS:
             raise UnsupportedModelError(
@@ -167,8 +167,8 @@ class Walk:
             self._typed(T=spec.dtype)
 
     def _branch(self, node: Any, inputs: Sequence[str]) -> None:
-        """A condition whose branches read or change variables, as one that gets their values and
-        returns the new ones."""
+        """Writes a condition whose branches read or change variables, as one that gets their values
+        and returns the new ones."""
         condition, *operands = inputs
         handles = [self._handle.get(node_of(operand)) for operand in operands]
         functions = {function.signature.name: function for function in self._library.function}

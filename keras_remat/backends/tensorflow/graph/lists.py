@@ -25,7 +25,8 @@ _RESERVES = ("EmptyTensorList", "TensorListReserve")
 
 
 class _TensorList(NamedTuple):
-    """A list behind a tensor: room for so many elements of so many bytes, and what is its own."""
+    """Describes a list behind a tensor: room for so many elements of so many bytes, and what is its
+    own."""
 
     element_bytes: int
     length: int
@@ -133,7 +134,7 @@ class _Lists:
 
 
 class _Body:
-    """A loop's body: which of its lists get buffers of their own."""
+    """Tells which lists of a loop's body get buffers of their own."""
 
     def __init__(self, function: Any):
         self._nodes = {node.name: node for node in function.node_def}

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 @dataclass(frozen=True, eq=False)
 class ShardedArray:
-    """One array of a divided batch.
+    """Holds one array of a divided batch.
 
     Args:
         given: as Keras's iterator gave it.

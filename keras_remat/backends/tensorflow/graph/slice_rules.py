@@ -374,7 +374,7 @@ def slice_rules(step: TensorFlowStep) -> dict[int, SliceRule]:
 
 @dataclass(frozen=True)
 class _NodeRule:
-    """The rule of one node.
+    """Says how one node runs on a part.
 
     Args:
         sliced, whole: the tensors that a part reads a part of, or the whole of.

@@ -41,7 +41,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class TouchedVariables:
-    """The variables of all devices that a traced step reads or writes, whoever holds them.
+    """Holds the variables of all devices that a traced step reads or writes, whoever holds them.
 
     Args:
         all: distinct ``tf.Variable`` objects, in the order in which they were first used.
@@ -54,7 +54,7 @@ class TouchedVariables:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorFlowStep(TracedStep):
-    """A traced train step with what is needed to run it.
+    """Holds a traced train step with what is needed to run it.
 
     Args:
         resident_bytes: bytes of weights, optimizer slots, other captured tensors and the batch,

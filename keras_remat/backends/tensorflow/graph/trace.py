@@ -113,7 +113,7 @@ def trace(
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A train step as TensorFlow has recorded it, of one replica where there are several.
+    """Holds a train step as TensorFlow has recorded it, of one replica where there are several.
 
     Args:
         operations: in the traced order.

@@ -39,7 +39,7 @@ SMALL_VARIABLE_BYTES = 4096
 
 
 class Translation:
-    """One pass from NodeDefs to ops and values."""
+    """Makes one pass from NodeDefs to ops and values."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class Extent(NamedTuple):
 
 
 class Block:
-    """A chunk of the miniature pool, free or in use."""
+    """Is a chunk of the miniature pool, free or in use."""
 
     __slots__ = ("address", "before", "behind", "free", "size")
 

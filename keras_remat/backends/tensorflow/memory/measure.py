@@ -47,7 +47,7 @@ _PROBES = 5
 
 
 class TensorFlowDevice:
-    """The memory of the device that training runs on: the first visible GPU, else the CPU.
+    """Tells of the memory of the device that training runs on: the first visible GPU, else the CPU.
 
     Where several replicas train, all numbers are one replica's. Each GPU has an allocator: the one
     with least left counts. Logical CPUs share one: each has an equal part of it.

@@ -63,7 +63,7 @@ class Pool(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """One allocation or deallocation.
+    """Tells of one allocation or deallocation.
 
     Args:
         is_new: whether it is an allocation.

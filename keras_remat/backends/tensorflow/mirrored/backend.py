@@ -40,7 +40,7 @@ def trains_on_several_devices(model: Any) -> bool:
 
 
 class MirroredBackend(TensorFlowBackend):
-    """The verbs of :class:`keras_remat.backends.base.Backend` for all replicas of one model.
+    """Knows the verbs of :class:`keras_remat.backends.base.Backend` for all replicas of one model.
 
     Args:
         model: inside ``fit``.

@@ -13,7 +13,7 @@ from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 
 
 class MirroredTrainFunction(InstalledTrainFunction):
-    """The train function of one ``fit`` under a strategy.
+    """Is the train function of one ``fit`` under a strategy.
 
     A batch of ``train_on_batch``, which every replica trains whole, is left to Keras's own step.
     """

@@ -67,7 +67,7 @@ class _Recorder:
 
 
 class TensorFlowBackend:
-    """The verbs of :class:`keras_remat.backends.base.Backend`."""
+    """Knows the verbs of :class:`keras_remat.backends.base.Backend`."""
 
     name = "tensorflow"
     compilation = "ordered"

@@ -46,8 +46,8 @@ _PARALLEL_ITERATIONS = 2
 
 
 class LoweredStep:
-    """A train step that runs one schedule, whose ops may change places as far as the allocator's
-    pool does not see it; call it with a batch of the traced shape.
+    """Runs one schedule as a train step, whose ops may change places as far as the allocator's pool
+    does not see it; call it with a batch of the traced shape.
 
     Args:
         traced: the step the problem's graph came from.

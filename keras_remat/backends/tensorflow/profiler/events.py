@@ -25,7 +25,7 @@ _S_PER_PS = 1e-12
 
 
 class NodeEvent(NamedTuple):
-    """One run of a graph's node, as the executor saw it.
+    """Tells of one run of a graph's node, as the executor saw it.
 
     Attributes:
         node: its name.
