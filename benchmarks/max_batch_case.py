@@ -29,12 +29,12 @@ from watch import StepWatch, TorchEpoch, is_on_torch_cpu, long_fit
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import batch_bytes, repeated_batch
-from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.find import SizeRunner, verified_search
 from keras_remat.batch_size.found import BatchSearch, is_allowed, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.sizes import shorter_by
 from keras_remat.batch_size.step_scaling import step_scaling
 from keras_remat.core.limit import Limit
@@ -235,14 +235,14 @@ class Measurement:
             seed=options["seed"],
         )
         train = SizeRunner(self.backend, self.model, self.batch, self.traced.slicing)
-        climb = SizeClimb.after(
+        chooser = SizeChooser.after(
             self.backend,
             search,
             solver=name,
             solve_s=options["chen_s"] / 4,
             seed=options["seed"],
         )
-        return verified_search(search, self.scaling, climb, limit, train, train.graph)
+        return verified_search(search, self.scaling, chooser, limit, train, train.graph)
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> Trained:
         """Really trains ``size`` samples per step by a schedule. The peak is predicted just

@@ -198,8 +198,8 @@ class ScheduleNotFoundError(_OfBudget):
         best_peak_bytes: the smallest peak any tried schedule reached, or ``None``.
         floor_bytes: no schedule needs less than this.
         limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
-        closest: what takes ``best_peak_bytes``, where a schedule was found; it can be trained under
-            where the budget is missed by a little.
+        least_over_limit: what takes ``best_peak_bytes``, where a schedule was found; it can be
+            trained under where the budget is missed by a little.
         solver: which did not find one.
         reason: why one that was found does not do, or ``""``.
     """
@@ -213,7 +213,7 @@ class ScheduleNotFoundError(_OfBudget):
         solver: str = "",
         advice: Advice = "",
         limit_bytes: int | None = None,
-        closest: Any = None,
+        least_over_limit: Any = None,
         reason: str = "",
     ):
         budget, best = format_bytes(budget_bytes), reason or "none found"
@@ -232,7 +232,7 @@ class ScheduleNotFoundError(_OfBudget):
         self.floor_bytes = floor_bytes
         self.solver = solver
         self.limit_bytes = limit_bytes
-        self.closest = closest
+        self.least_over_limit = least_over_limit
         self.reason = reason
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_remat.backends.batches import batch_size_of, leaves_of
+from keras_remat.backends.batches import batch_size_of, leaves_of, sliced
 from keras_remat.backends.keras_private import layers, masks, wrapped
 from keras_remat.errors import UnsupportedModelError
 
@@ -236,7 +236,7 @@ def _check_values(name: str, values: Any, predicted: Any) -> None:
         )
 
 
-def check_samples(batch: Any) -> None:
+def _check_samples(batch: Any) -> None:
     """Raises :class:`UnsupportedModelError` where an array of a batch does not have the batch's
     samples in its first dimension: it could not be split as the others are."""
     samples = batch_size_of(batch)
@@ -248,6 +248,14 @@ def check_samples(batch: Any) -> None:
             )
 
 
-def micro_batch_bounds(samples: int, count: int) -> list[tuple[int, int]]:
-    """Returns the first sample and the end of each of ``count`` micro-batches of similar size."""
-    return list(pairwise(samples * i // count for i in range(count + 1)))
+def micro_batches_of(batch: Any, count: int) -> Iterator[tuple[Any, int, float]]:
+    """Returns ``count`` micro-batches of similar size, each with its number of samples, and its
+    share of the batch's.
+
+    Raises:
+        UnsupportedModelError: an array does not have the batch's samples.
+    """
+    _check_samples(batch)
+    samples = batch_size_of(batch)
+    bounds = pairwise(samples * i // count for i in range(count + 1))
+    return ((sliced(batch, slice(a, b)), b - a, (b - a) / samples) for a, b in bounds)

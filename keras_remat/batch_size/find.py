@@ -3,7 +3,7 @@
 What :mod:`keras_remat.batch_size.search` finds by prediction is run, and where prediction and
 device disagree, the device wins: a found size is trained for a few real steps, on the given samples
 repeated, and every variable is put back. Which size is the next one is decided as inside ``fit``
-(:mod:`keras_remat.batch_size.climb`).
+(:mod:`keras_remat.batch_size.size_chooser`).
 
 A size may have a graph of its own, where the framework folds an op at some sizes and not at others:
 every size is compared with its own trace before it runs, and planned anew where the ops are others.
@@ -27,11 +27,11 @@ from keras_remat.backends.base import Backend, TracedStep, preserved_state
 from keras_remat.backends.batches import batch_size_of, repeated_batch, sliced
 from keras_remat.backends.example_batches import example_batch
 from keras_remat.batch_size import search_work
-from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, SizeTrial, is_allowed
 from keras_remat.batch_size.scaling import Scaling, traced_at
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.step_scaling import in_slices, step_scaling
 from keras_remat.checks import check_seconds, is_number
 from keras_remat.core.graph import Graph
@@ -116,9 +116,9 @@ def find_max_batch_size(
             ``"forward"``, the default, is one extra forward pass, the rule of the Checkmate paper;
             ``None`` lifts it.
         profile: ``"measured"``, the default, runs a few steps at the given batch, and up to
-            :data:`~keras_remat.batch_size.climb.MOST_SIZES` of the sizes found, so that the answer
-            is a size that trained; ``"estimated"``, the only one for a card, runs nothing, and the
-            answer is a prediction.
+            :data:`~keras_remat.batch_size.size_chooser.MOST_SIZES` of the sizes found, so that the
+            answer is a size that trained; ``"estimated"``, the only one for a card, runs nothing,
+            and the answer is a prediction.
         margin: share of the limit that predictions keep free; a measured peak may take it.
         time_limit_s: for everything: tracing, measuring, the search, and the sizes that run. The
             first size runs however late it is, and so do smaller ones until one has trained; after
@@ -147,13 +147,13 @@ def find_max_batch_size(
     parts = 1 if slicing is None else slicing.parts
     bounds = _Bounds(started, time_limit_s, max_overhead, parts, seed)
     if not runs:
-        return _estimated(backend, model, step, bounds).on_card(step.card)
+        return _estimated(backend, model, step, bounds).naming(card=step.card)
     scaling = step_scaling(backend, model, step)
     search = _searched(backend, step, scaling, bounds, runs=True)
     runner = SizeRunner(backend, model, step.batch, slicing)
-    climb = bounds.climb(backend, search)
-    found = verified_search(search, scaling, climb, step.limit, runner, runner.graph)
-    return found.in_slices(slicing)
+    chooser = bounds.chooser(backend, search)
+    found = verified_search(search, scaling, chooser, step.limit, runner, runner.graph)
+    return found.naming(slicing=slicing)
 
 
 def _check_bound(max_overhead: Any) -> None:
@@ -180,9 +180,9 @@ class _Bounds:
     parts: int
     seed: int
 
-    def climb(self, backend: Backend, search: BatchSearch) -> SizeClimb:
+    def chooser(self, backend: Backend, search: BatchSearch) -> SizeChooser:
         """Returns what chooses the sizes that run after a search."""
-        return SizeClimb.after(
+        return SizeChooser.after(
             backend,
             search,
             max_overhead=self.max_overhead,
@@ -283,7 +283,7 @@ def _estimated_in_slices(
         if found.max_batch_size < size and allowed:
             probes = (*found.probes, SizeTrial(size, plan))
             found = replace(found, max_batch_size=size, probes=probes)
-        return found.in_slices(slicing)
+        return found.naming(slicing=slicing)
     except (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError) as error:
         logger.debug("keras_remat: sizes in slices: %s", error)
         return None
@@ -372,7 +372,7 @@ class SizeRunner:
 def verified_search(
     search: BatchSearch,
     scaling: Scaling,
-    climb: SizeClimb,
+    chooser: SizeChooser,
     limit: Limit,
     train: Train,
     graph_of: Callable[[int], Graph] | None = None,
@@ -380,7 +380,7 @@ def verified_search(
     """Trains what a search found and goes down or up from there.
 
     Args:
-        climb: chooses the sizes.
+        chooser: chooses the sizes.
         limit: their predictions leave its margin free, and what they measure need not.
         train: runs a size, see :class:`SizeRunner`.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
@@ -392,7 +392,7 @@ def verified_search(
     """
     started, probes = time.perf_counter(), list(search.probes)
     while True:
-        climb, chosen = climb.choose(scaling, limit)
+        chooser, chosen = chooser.choose(scaling, limit)
         if chosen is None:
             break
         size, plan = chosen
@@ -402,25 +402,27 @@ def verified_search(
         except UnsupportedModelError as error:
             own: Plan | SizeTrial = SizeTrial(size, None, str(error))
         else:
-            own = _for_its_graph(size, plan, problem, graph, climb)
+            own = _for_its_graph(size, plan, problem, graph, chooser)
         if isinstance(own, SizeTrial):  # the reason why not
             probes.append(own)
-            climb = climb.after_trial(size, None, 0, fits=False)
+            chooser = chooser.after_trial(size, None, 0, fits=False)
             continue
         usage = train(size, own)
         if usage is None:
-            climb = climb.after_trial(size, own, 0, fits=False)
+            chooser = chooser.after_trial(size, own, 0, fits=False)
             continue
         probes.append(
             SizeTrial(size, replace(own, measured=usage, budget_bytes=limit.usable_bytes))
         )
         fits = limit.holds(usage.peak_bytes)
-        climb = climb.after_trial(size, own, usage.peak_bytes, fits=fits)
-    return _with_verified(search, probes, climb, verification_time_s=time.perf_counter() - started)
+        chooser = chooser.after_trial(size, own, usage.peak_bytes, fits=fits)
+    return _with_verified(
+        search, probes, chooser, verification_time_s=time.perf_counter() - started
+    )
 
 
 def _for_its_graph(
-    size: int, plan: Plan, planned: Problem, graph: Graph, climb: SizeClimb
+    size: int, plan: Plan, planned: Problem, graph: Graph, chooser: SizeChooser
 ) -> Plan | SizeTrial:
     """Returns ``plan``, or one made anew where the step that runs at this size has other ops; a
     probe with the reason where none fits."""
@@ -431,27 +433,31 @@ def _for_its_graph(
     try:
         plan = plan_for(
             PlanRequest.on(
-                climb.backend,
+                chooser.backend,
                 problem=problem,
                 batch_size=size,
                 limit=Limit(plan.budget_bytes),
                 solver="greedy",
-                seconds=climb.solve_s,
-                seed=climb.seed,
+                seconds=chooser.solve_s,
+                seed=chooser.seed,
             )
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
         return SizeTrial(size, None, f"{differs}: {error}")
-    if not is_allowed(problem, plan.predicted.time_s, climb.max_overhead):
+    if not is_allowed(problem, plan.predicted.time_s, chooser.max_overhead):
         return SizeTrial(size, None, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
     return plan
 
 
 def _with_verified(
-    search: BatchSearch, probes: list[SizeTrial], climb: SizeClimb, *, verification_time_s: float
+    search: BatchSearch,
+    probes: list[SizeTrial],
+    chooser: SizeChooser,
+    *,
+    verification_time_s: float,
 ) -> BatchSearch:
     """Returns the search with the results of the sizes that ran."""
-    failed, failed_peak = climb.failed
+    failed, failed_peak = chooser.failed
     search = replace(
         search,
         probes=tuple(probes),
@@ -459,12 +465,12 @@ def _with_verified(
         failed_peak_bytes=failed_peak or None,
         verification_time_s=verification_time_s,
     )
-    if not climb.trained:
+    if not chooser.trained:
         return search
-    fitting = [p for p in probes if p.plan is not None and p.batch_size <= climb.trained]
+    fitting = [p for p in probes if p.plan is not None and p.batch_size <= chooser.trained]
     return replace(
         search,
-        max_batch_size=climb.trained,
-        plain_batch_size=min(search.plain_batch_size, climb.trained),
+        max_batch_size=chooser.trained,
+        plain_batch_size=min(search.plain_batch_size, chooser.trained),
         fastest_batch_size=max(fitting, key=lambda p: p.samples_per_s).batch_size,
     )

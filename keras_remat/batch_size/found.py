@@ -11,7 +11,6 @@ from keras_remat.batch_size.cost_fit import CostFit
 from keras_remat.core.graph import FORWARD
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.core.slices import Slicing
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting import html as page
 from keras_remat.reporting import mpl, pictures
@@ -97,16 +96,9 @@ class BatchSearch:
             probes=tuple(replace(p, batch_size=p.batch_size * multiple) for p in self.probes),
         )
 
-    def on_card(self, card: str | None) -> BatchSearch:
-        """Returns the search with plans that name the card that they were made for."""
-        plans = [p.plan and replace(p.plan, card=card) for p in self.probes]
-        probes = (replace(p, plan=plan) for p, plan in zip(self.probes, plans, strict=True))
-        return replace(self, probes=tuple(probes))
-
-    def in_slices(self, slicing: Slicing | None) -> BatchSearch:
-        """Returns the search with plans that name the slices that they are of."""
-        plans = [p.plan and replace(p.plan, slicing=slicing) for p in self.probes]
-        probes = (replace(p, plan=plan) for p, plan in zip(self.probes, plans, strict=True))
+    def naming(self, **named: Any) -> BatchSearch:
+        """Returns the search with plans that name the card or the slices that they are for."""
+        probes = (replace(p, plan=p.plan and replace(p.plan, **named)) for p in self.probes)
         return replace(self, probes=tuple(probes))
 
     @cached_property

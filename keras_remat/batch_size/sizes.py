@@ -3,8 +3,8 @@
 A search predicts how large a batch can be; only a device tells. So sizes are run, and from what
 came of them follows what is tried next: smaller ones until one has trained, then larger ones, until
 a size that trains and one that does not are a resolution apart. Nothing here knows a backend, a
-solver or a clock: the driver (:mod:`keras_remat.batch_size.climb`) states the :class:`Facts` and
-does what :func:`next_size` says. The tests enumerate the facts: there is always an answer, and
+solver or a clock: :mod:`keras_remat.batch_size.size_chooser` states the :class:`SizeFacts` and does
+what :func:`next_size` says. The tests enumerate the facts: there is always an answer, and
 every path ends.
 """
 
@@ -23,7 +23,7 @@ UPDATES_PER_EPOCH = 10
 NOISE = 0.03
 
 
-class Move(Enum):
+class SizeMove(Enum):
     """Names the next action."""
 
     RUN = auto()
@@ -35,7 +35,7 @@ class Move(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class SizeFacts:
     """States all that the next size depends on.
 
     Args:
@@ -65,7 +65,7 @@ class Facts:
     runs_left: int
 
 
-def worth_running(facts: Facts) -> range:
+def worth_running(facts: SizeFacts) -> range:
     """Returns the sizes that are worth running next; empty where none is.
 
     Until one has trained, that is every size up to one a little below the last failure: the first
@@ -89,28 +89,28 @@ def shorter_by(failures: int) -> float:
     return min(1.0, RESOLUTION * 2.0 ** (failures - 1))
 
 
-def next_size(facts: Facts) -> tuple[Move, int]:
-    """Returns the next action, and its size (0 for :attr:`Move.STOP`).
+def next_size(facts: SizeFacts) -> tuple[SizeMove, int]:
+    """Returns the next action, and its size (0 for :attr:`SizeMove.STOP`).
 
     A first size is run, and smaller ones, however late it is; larger ones only in time.
 
     Example:
-        >>> facts = Facts(predicted=100, at_most=1000, trained=0, failed=1001, failures=0,
+        >>> facts = SizeFacts(predicted=100, at_most=1000, trained=0, failed=1001, failures=0,
         ...               failed_is_measured=False, reached=100, solves_left=1, time_to_run=True,
         ...               time_to_solve=True, runs_left=10)
         >>> next_size(facts)
-        (<Move.RUN: 1>, 100)
+        (<SizeMove.RUN: 1>, 100)
     """
     sizes = worth_running(facts)
     if not sizes or not facts.runs_left or (facts.trained and not facts.time_to_run):
-        return Move.STOP, 0
+        return SizeMove.STOP, 0
     if facts.reached in sizes:
-        return Move.RUN, facts.reached
+        return SizeMove.RUN, facts.reached
     if not facts.solves_left or (facts.trained and not facts.time_to_solve):
-        return Move.STOP, 0
+        return SizeMove.STOP, 0
     # a new order is made for a size a little above the least one, so that it reaches that one
     aim = math.ceil(sizes[0] * (1 + RESOLUTION)) if facts.trained else sizes[-1]
-    return Move.SOLVE, min(aim, sizes[-1])
+    return SizeMove.SOLVE, min(aim, sizes[-1])
 
 
 def largest_wanted(wanted: int | str, loader: int, samples: int | None) -> int | None:

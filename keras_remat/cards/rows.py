@@ -31,7 +31,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.planning.calibrated_solve import closest_to_budget
+from keras_remat.planning.calibrated_solve import least_over_budget
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
 from keras_remat.planning.slicing import plan_in_slices
@@ -249,17 +249,17 @@ class AskedStep:
         self, failure: Exception, backend: Backend, problem: Problem, limit: Limit
     ) -> int | None:
         """Returns the least peak of a schedule that was found; ``None`` without one."""
-        closest = getattr(failure, "closest", None)
-        if closest is None:
+        least = getattr(failure, "least_over_limit", None)
+        if least is None:
             try:
-                closest = closest_to_budget(
+                least = least_over_budget(
                     problem, limit.usable_bytes, backend.memory,
                     time_limit_s=max(_LEAST_SMALLEST_S, _SMALLEST_SHARE * self._time_limit_s),
                     seed=self._seed,
                 )  # fmt: skip
             except NOT_FOUND:
                 return None
-        return int(closest.peak_bytes)
+        return int(least.peak_bytes)
 
     def _with_batches(self, begun: _Begun) -> CardRow:
         """Returns the row with the largest batches, by prediction."""

@@ -7,9 +7,9 @@ that no schedule reaches, one between is tried.
 
 Where compiling tells the peak, that decides. It takes long, so only so many schedules are compiled:
 first those that are predicted to fit, then, of all that any target gave, those that are predicted
-to come nearest. A compiler's peak is no monotone function of the bytes alive.
+to need least. A compiler's peak is no monotone function of the bytes alive.
 
-:mod:`keras_remat.planning.request` asks :func:`within_budget` and :func:`closest_to_budget`. One
+:mod:`keras_remat.planning.request` asks :func:`within_budget` and :func:`least_over_budget`. One
 file, though a little long: they decide with what targets, and for how long, the one search runs.
 """
 
@@ -112,7 +112,7 @@ class BudgetSearch:
         budget_bytes: what the device may have in use.
 
     Attributes:
-        closest: of all that was found, what needs least; ``None`` before anything was found.
+        least: of all that was found, what needs least; ``None`` before anything was found.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class BudgetSearch:
         self._misses = 0  # compilations that told more than the budget
         self._untried: dict[Schedule, BudgetCandidate] = {}  # that could be compiled
         self._tried: set[Schedule] = set()  # that were
-        self.closest: BudgetCandidate | None = None
+        self.least: BudgetCandidate | None = None
 
     def run(
         self, start: int, deadline_s: float, *, patient: bool = True, approach: bool = False
@@ -138,11 +138,11 @@ class BudgetSearch:
             patient: whether all corrections are made while nothing was found, however late it is:
                 the clock ends improvement, and not the first answer.
             approach: whether targets over the budget are tried where no lower one is reached, so
-                that :attr:`closest` says how near one comes.
+                that :attr:`least` says how near one comes.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: none was found; the second one has the
-                :attr:`closest`.
+                :attr:`least`.
         """
         floor = self.problem.floor_bytes
         store_all = Schedule.store_all(self.problem.graph)
@@ -161,7 +161,7 @@ class BudgetSearch:
                 # what is proved is proved of this target, and a higher one is within the budget
                 if self._chosen is not None:
                     break
-                if self.closest is None and not approach:
+                if self.least is None and not approach:
                     raise
                 unreachable, target = target, (target + reached) // 2
                 continue
@@ -172,11 +172,11 @@ class BudgetSearch:
             # a few bytes less give the same schedule
             less = max(surplus, int(OPTIONS.least_step * (target - unreachable)))
             target = max(target - less, (unreachable + target) // 2)
-        self._compile_nearest(deadline_s)
+        self._compile_least(deadline_s)
         if self._chosen is None:
-            over = None if self.closest is None else self.closest.peak_bytes
+            over = None if self.least is None else self.least.peak_bytes
             raise ScheduleNotFoundError(
-                self.budget_bytes, floor, over, solver=self._solver, closest=self.closest
+                self.budget_bytes, floor, over, solver=self._solver, least_over_limit=self.least
             )
         return self._chosen
 
@@ -230,11 +230,11 @@ class BudgetSearch:
             fitting = self._compiled(fitting)
             self._misses += fitting.peak_bytes > self.budget_bytes
             step = 2 ** max(0, self._misses - 1)  # every miss is followed by a longer one
-        nearest = fitting or min(found, key=lambda one: one.peak_bytes)
-        self._keep_if_closest(nearest)
+        least = fitting or min(found, key=lambda one: one.peak_bytes)
+        self._keep_if_least(least)
         if fitting is None or fitting.peak_bytes > self.budget_bytes:
-            unused = 0 if self.memory.order_matters else max(0, target - nearest.usage.peak_bytes)
-            return unused + step * (nearest.peak_bytes - self.budget_bytes)
+            unused = 0 if self.memory.order_matters else max(0, target - least.usage.peak_bytes)
+            return unused + step * (least.peak_bytes - self.budget_bytes)
         if self._chosen is None or fitting.time_s < self._chosen[0].time_s:
             self._chosen = fitting, target
         gain = 1 - fastest.time_s / self._chosen[0].time_s if self._chosen[0].time_s > 0 else 0.0
@@ -242,11 +242,11 @@ class BudgetSearch:
             return None
         return fastest.peak_bytes - self.budget_bytes
 
-    def _keep_if_closest(self, one: BudgetCandidate) -> None:
+    def _keep_if_least(self, one: BudgetCandidate) -> None:
         """Keeps what needs least; a peak that is only predicted gives way to one that is known."""
         rank = (one.is_exact, -one.peak_bytes)
-        if self.closest is None or rank > (self.closest.is_exact, -self.closest.peak_bytes):
-            self.closest = one
+        if self.least is None or rank > (self.least.is_exact, -self.least.peak_bytes):
+            self.least = one
 
     # ---------------------------------------------------------------- compiling
 
@@ -268,9 +268,9 @@ class BudgetSearch:
         self._tried.add(one.schedule)
         return replace(one, peak_bytes=told, is_exact=True)
 
-    def _compile_nearest(self, deadline_s: float) -> None:
-        """Compiles what is predicted to come nearest to the budget of all that was found, until one
-        keeps to it."""
+    def _compile_least(self, deadline_s: float) -> None:
+        """Compiles what is predicted to need least of all that was found, until one keeps to the
+        budget."""
         while self._chosen is None and self._untried and self._may_compile(deadline_s):
             predicted = {
                 order: self.memory.peak_bytes(self.problem, order) for order in self._untried
@@ -278,7 +278,7 @@ class BudgetSearch:
             one = self._compiled(self._untried[min(predicted, key=lambda at: predicted[at])])
             if not one.is_exact:
                 return
-            self._keep_if_closest(one)
+            self._keep_if_least(one)
             if one.peak_bytes <= self.budget_bytes:
                 self._chosen = one, one.usage.peak_bytes
 
@@ -345,7 +345,7 @@ def within_budget(
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: none was found; the second one has the
-            candidate that came closest.
+            candidate that needs least.
     """
     within = problem.with_budget(budget_bytes)
     check_floor(within)
@@ -379,10 +379,10 @@ def within_budget(
     return slow if quick is None or slow.time_s <= quick.time_s else quick
 
 
-def closest_to_budget(
+def least_over_budget(
     problem: Problem, budget_bytes: int, memory: MemoryModel, *, time_limit_s: float, seed: int = 0
 ) -> BudgetCandidate:
-    """Returns what a quick solver finds closest to a budget that no schedule may keep to.
+    """Returns what needs least of all that a quick solver finds for a budget that none may keep to.
 
     Raises:
         ScheduleNotFoundError: not even one over the budget was found.
@@ -392,9 +392,9 @@ def closest_to_budget(
     try:
         return search.run(start, deadline_s, patient=False, approach=True)[0]
     except ScheduleNotFoundError:
-        if search.closest is None:
+        if search.least is None:
             raise
-        return search.closest
+        return search.least
 
 
 def known_order(

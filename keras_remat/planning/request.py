@@ -25,8 +25,8 @@ from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning.advice import advising
 from keras_remat.planning.calibrated_solve import (
     BudgetCandidate,
-    closest_to_budget,
     known_order,
+    least_over_budget,
     within_budget,
 )
 from keras_remat.planning.plan import Plan
@@ -56,10 +56,11 @@ class PlanRequest:
             the chosen one in half of its time or all.
         headroom_bytes: what the plan leaves free beside the margin, where one does.
         known: a legal order that will do where no faster one is found.
-        below_bytes: where no plan keeps to the limit, the closest one will do if it is predicted to
-            need less than this; ``None`` where it will not do.
-        avoid: orders that measured over the limit, and are not the closest.
-        failure: why no plan keeps to the limit, where that is known: the closest one is asked for.
+        below_bytes: where no plan keeps to the limit, the one that needs least will do if that is
+            less than this by prediction; ``None`` where it will not do.
+        avoid: orders that measured over the limit, and will not do then.
+        failure: why no plan keeps to the limit, where that is known: the one that needs least is
+            asked for.
         device: says what would lower an op's need; ``None`` where errors give no advice.
         where: of these processes the first one makes the plan, for all of them.
     """
@@ -123,7 +124,7 @@ def _plan_for(request: PlanRequest) -> Plan:
             if request.below_bytes is None:
                 raise
             failure = error
-    found = _closest(request, failure)
+    found = _least_over_limit(request, failure)
     return plan_of(request.problem, budget_bytes, request.memory, found)
 
 
@@ -168,11 +169,11 @@ def _solved(
             raise error.with_context(solver=solver) from error
 
 
-def _closest(
+def _least_over_limit(
     request: PlanRequest, failure: InfeasibleBudgetError | ScheduleNotFoundError
 ) -> BudgetCandidate:
-    """Returns what comes closest to the limit: the closest that was found when nothing kept to it,
-    or, where no compiler has told its peak, what a quick solver finds.
+    """Returns what needs least: of all that was found when nothing kept to the limit, or, where no
+    compiler has told its peak, of what a quick solver finds.
 
     It is worth a measured step, however little it is predicted to save; where the order of ops
     matters and other orders were measured, whatever is predicted: what a device needs beyond that
@@ -182,25 +183,25 @@ def _closest(
         InfeasibleBudgetError, ScheduleNotFoundError: ``failure``, where there is none.
     """
     problem, memory, usable = request.problem, request.memory, request.limit.usable_bytes
-    seen: BudgetCandidate | None = getattr(failure, "closest", None)
+    seen: BudgetCandidate | None = getattr(failure, "least_over_limit", None)
     found = [] if seen is None else [seen]
     if seen is None or memory.order_matters:
         try:
-            quick = closest_to_budget(
+            quick = least_over_budget(
                 problem, usable, memory, time_limit_s=_QUICK_SOLVE_S, seed=request.seed
             )
             found.append(quick)
         except NOT_FOUND as error:
             logger.debug("keras_remat: %s", error)
         found = [one for one in found if one.schedule not in request.avoid]
-    closest = min(found, key=lambda one: one.peak_bytes, default=None)
+    least = min(found, key=lambda one: one.peak_bytes, default=None)
     measuring_tells = bool(request.avoid) and memory.order_matters
-    if closest is None:
+    if least is None:
         raise failure
     below = request.below_bytes
-    if below is not None and closest.peak_bytes >= below and not measuring_tells:
+    if below is not None and least.peak_bytes >= below and not measuring_tells:
         raise failure
-    return closest
+    return least
 
 
 def plan_by(

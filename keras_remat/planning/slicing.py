@@ -288,7 +288,7 @@ def plan_in_slices(
     if slicer is None:
         raise failure
     resident = problem.profile.resident_bytes
-    least, nearest, tries = problem, failure, 0
+    least, told, tries = problem, failure, 0
     for slicing in candidates(problem, slicer.rules, budget):
         if tries == _MOST_TRIES:
             break
@@ -308,11 +308,11 @@ def plan_in_slices(
             return sliced, costs, door(replace(request, problem=costs))
         except NOT_FOUND as error:
             logger.debug("keras_remat: %d ops in %d: %s", len(slicing.ops), slicing.parts, error)
-            nearest = min(nearest, error, key=_least_bytes)
-    if nearest is failure and least is not problem:
+            told = min(told, error, key=_least_bytes)
+    if told is failure and least is not problem:
         with advising(least, request.limit, request.batch_size, request, seed=request.seed):
             check_floor(least.with_budget(budget))
-    raise nearest from failure.__cause__
+    raise told from failure.__cause__
 
 
 def _least_bytes(error: InfeasibleBudgetError | ScheduleNotFoundError) -> int:

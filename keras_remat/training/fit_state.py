@@ -25,7 +25,7 @@ from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.training.record import FitRecord, Mode
-from keras_remat.training.shape_state import Signatures
+from keras_remat.training.shape_state import PlannedShape, Signatures
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class FitState:
         handles: mode → what a framework holds for it; see :mod:`keras_remat.training.tools`.
         steps_run: how many steps this ``fit`` has trained.
         counter: what was counted since :meth:`take_counter`.
-        settled: by the layout of its batches, what trains a shape whose step is settled, as long as
-            the record stays as it is.
+        settled: layout of a shape's batches → the mode and the shape that train them, where its
+            step is settled, as long as the record stays as it is.
         pending: the result of the newest step, where that was not waited for and may run still.
     """
 
@@ -110,7 +110,7 @@ class FitState:
         self.steps_run = 0
         self.counter = StepCounter()
         self.pending: Any = None
-        self.settled: dict[Hashable, Any] = {}
+        self.settled: dict[Hashable, tuple[Mode, PlannedShape]] = {}
         self._planning_since: float | None = None
         self._record: FitRecord | None = None
         self._asked_limit: Limit | None = None

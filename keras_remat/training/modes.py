@@ -67,24 +67,23 @@ def settled(fit: FitState, batch: Any) -> tuple[Tools, PlannedShape] | None:
     """Returns what trains a loader batch where its step is settled, and no other size or mode is
     looked for; ``None`` where something is to be found out."""
     layout = layout_of(batch)
-    known = fit.settled.get(layout)
-    if known is None:
-        known = _settled(fit, batch)
-        if known is None:
+    if layout not in fit.settled:
+        shape = _settled_shape(fit, batch)
+        if shape is None:
             return None
-        fit.settled[layout] = known
-    return None if steps.is_look_due(known[0]) else known
+        fit.settled[layout] = fit.record.mode, shape
+    mode, shape = fit.settled[layout]
+    tools = tools_of(fit, mode)
+    return None if steps.is_look_due(tools) else (tools, shape)
 
 
-def _settled(fit: FitState, batch: Any) -> tuple[Tools, PlannedShape] | None:
-    contest = fit.record.contest
+def _settled_shape(fit: FitState, batch: Any) -> PlannedShape | None:
+    record, contest = fit.record, fit.record.contest
     may_try = contest.may_try and fit.options.plan is None
-    if may_try or contest.trial is not None or not fit.record.trains_as_given:
+    if may_try or contest.trial is not None or not record.trains_as_given:
         return None
-    tools = tools_of(fit, contest.running)
     key, allow_over_limit = fit.signatures.of(batch), USUAL_CONSTRAINTS.allow_over_limit
-    shape = tools.steps.settled_shape(key, allow_over_limit=allow_over_limit)
-    return None if shape is None else (tools, shape)
+    return record.running.settled_shape(key, allow_over_limit=allow_over_limit)
 
 
 def constraints_in(contest: Contest[Mode], constraints: StepConstraints) -> StepConstraints:

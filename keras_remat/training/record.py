@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch
+from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.step_scaling import AnyScaling
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
@@ -187,7 +187,7 @@ class SizesRecord:
         samples_per_s: size → what it measured, of those that are compared.
         search: what the search for a larger batch found, once there was one.
         scaling: costs at any size, once they were searched.
-        climb: chooses the sizes that run; ``None`` while no other size is looked for.
+        chooser: chooses the sizes that run; ``None`` while no other size is looked for.
         held_bytes: what lies beside a step of joined batches.
         has_warned: whether it was said what a larger batch means for the training.
         has_changed: whether a step was not what Keras would have run, since the epoch began.
@@ -203,7 +203,7 @@ class SizesRecord:
     samples_per_s: Mapping[int, float] = field(default_factory=dict)
     search: BatchSearch | None = None
     scaling: AnyScaling | None = None
-    climb: SizeClimb | None = None
+    chooser: SizeChooser | None = None
     held_bytes: int = 0
     has_warned: bool = False
     has_changed: bool = False
@@ -216,7 +216,7 @@ class SizesRecord:
     @property
     def is_looking(self) -> bool:
         """Returns whether another size is looked for."""
-        return self.is_searching or self.climb is not None
+        return self.is_searching or self.chooser is not None
 
     @property
     def mostly_others(self) -> bool:
@@ -261,7 +261,7 @@ class SizesRecord:
             samples_per_s={},
             search=None,
             scaling=None,
-            climb=None,
+            chooser=None,
             largest=self.largest,
         )
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from keras_remat.backends.batches import batch_bytes, batch_size_of
 from keras_remat.batch_size import search_work
-from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import graph_at
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.sizes import largest_wanted
 from keras_remat.batch_size.step_scaling import AnyScaling, searched_in_slices
 from keras_remat.core.limit import Limit
@@ -51,8 +51,8 @@ class SizeOptions:
             share of those that are left.
         least_search_s, most_search_s: what it may take at least and at most, with the solves while
             sizes are tried.
-        quick, late, climb: the shares of that for the quick solver, for the thorough one, and for
-            the solves while sizes are tried.
+        quick, late, trial_solves: the shares of that for the quick solver, for the thorough one,
+            and for the solves while sizes are tried.
         solve: what one of those may take.
         least_profiled_steps: a plain step is recorded where so many are left: recording it, and
             measuring it again, takes 8 to 20 of them.
@@ -64,7 +64,7 @@ class SizeOptions:
     most_search_s: float = 60.0
     quick: float = 0.3
     late: float = 0.4
-    climb: float = 0.3
+    trial_solves: float = 0.3
     solve: float = 0.1
     least_profiled_steps: int = 100
 
@@ -81,8 +81,8 @@ def constraints_of(fit: FitState, due: Due) -> StepConstraints:
     if sizes.chosen is None:
         may_split = fit.options.batch_size != "keep"
         return StepConstraints(may_split=may_split, wants_profile=_wants_profile(fit, sizes))
-    climbs = sizes.climb is not None and due.size > sizes.climb.trained
-    return StepConstraints(allow_over_limit=not climbs)
+    grows = sizes.chooser is not None and due.size > sizes.chooser.trained
+    return StepConstraints(allow_over_limit=not grows)
 
 
 def is_comparing(fit: FitState) -> bool:
@@ -125,10 +125,10 @@ def after_failure(fit: FitState, due: Due, error: RematError) -> FitRecord:
         raise error
     if cannot_be_run and due.size > sizes.loader:
         return _as_given(fit, fit.record, tell.no_larger_batch(error))
-    if cannot_be_run or sizes.climb is None:
+    if cannot_be_run or sizes.chooser is None:
         raise error
-    climb = sizes.climb.after_trial(due.size, None, 0, fits=False)
-    return _go_on(fit, _with(fit.record, climb=climb), tell.does_not_fit(due.size, error))
+    chooser = sizes.chooser.after_trial(due.size, None, 0, fits=False)
+    return _go_on(fit, _with(fit.record, chooser=chooser), tell.does_not_fit(due.size, error))
 
 
 def after_other_samples(fit: FitState, error: UnsupportedModelError) -> FitRecord:
@@ -153,7 +153,7 @@ def after_epoch(fit: FitState) -> FitRecord:
     if most is None or sizes.chosen <= most:
         return record
     size = max(sizes.loader, most - most % _multiple(fit, sizes.scaling))
-    return _changed(fit, _with(record, climb=None), size)
+    return _changed(fit, _with(record, chooser=None), size)
 
 
 # -------------------------------------------------------------------- the search
@@ -190,17 +190,17 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
         return _as_given(fit, record, tell.no_larger_batch(error))
     fit.event(*tell.searched(search))
     fit.report.max_batch_size = search.max_batch_size
-    climb = SizeClimb.after(
+    chooser = SizeChooser.after(
         backend,
         search,
         at_most=at_most,
         trained=loader,
         solve_s=OPTIONS.solve * _search_s(fit, record) / search_work.OPTIONS.patience,
-        work_s=OPTIONS.climb * _search_s(fit, record) / search_work.OPTIONS.patience,
+        work_s=OPTIONS.trial_solves * _search_s(fit, record) / search_work.OPTIONS.patience,
         multiple=_multiple(fit, scaling),
         seed=fit.options.seed,
     )
-    record = _with(record, search=search, climb=climb)
+    record = _with(record, search=search, chooser=chooser)
     if wanted == "fastest":
         return _compared(fit, record, loader)
     return _go_on(fit, record) if search.max_batch_size > loader else record
@@ -290,18 +290,18 @@ def _search_s(fit: FitState, record: FitRecord) -> float:
 
 def _after_measured(fit: FitState, record: FitRecord, size: int) -> FitRecord:
     """Chooses the next size by what the final steps of this one measured."""
-    climb, plan = record.sizes.climb, record.running.plan
-    if climb is None or not record.is_settled or size == climb.failed[0]:
+    chooser, plan = record.sizes.chooser, record.running.plan
+    if chooser is None or not record.is_settled or size == chooser.failed[0]:
         return record
     peak = steps.settled_peak_bytes(running_tools(fit))
     if peak is not None and not fit.limit.holds(peak):
-        record = _with(record, climb=climb.after_trial(size, plan, peak, fits=False))
+        record = _with(record, chooser=chooser.after_trial(size, plan, peak, fits=False))
         return _go_on(fit, record, tell.is_over(size, peak))
     if fit.options.batch_size == "fastest":
         return _compared(fit, record, size)
-    if plan is None or size <= climb.trained:
+    if plan is None or size <= chooser.trained:
         return record
-    record = _with(record, climb=climb.after_trial(size, plan, peak or 0, fits=True))
+    record = _with(record, chooser=chooser.after_trial(size, plan, peak or 0, fits=True))
     bound = inf if plan.problem is None else overhead_bound(plan.problem, "forward")
     if plan.overhead > bound:
         fit.event(*tell.recomputes_more(size, plan.overhead, bound))
@@ -314,24 +314,24 @@ def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
     Args:
         reason: what was measured, if anything was.
     """
-    climb, scaling, size = record.sizes.climb, record.sizes.scaling, record.sizes.size
-    if climb is None or scaling is None:
+    chooser, scaling, size = record.sizes.chooser, record.sizes.scaling, record.sizes.size
+    if chooser is None or scaling is None:
         return record
     problem, chosen = steps.whole_problem(record), None
     if problem is not None and record.is_settled:
         scaling.whole.learn(size, problem)
     if fit.options.batch_size != "fastest":
         with fit.long_task("looking for the largest batch"):
-            climb, chosen = climb.choose(scaling, _limit(fit, record))
-    record = _with(record, climb=climb)
-    new, plan = (climb.trained, None) if chosen is None else chosen
-    if chosen is None and climb.trained == size == record.sizes.loader:
+            chooser, chosen = chooser.choose(scaling, _limit(fit, record))
+    record = _with(record, chooser=chooser)
+    new, plan = (chooser.trained, None) if chosen is None else chosen
+    if chosen is None and chooser.trained == size == record.sizes.loader:
         predicted = fit.report.max_batch_size or 0
         news = tell.reaches_no_further(predicted, size, _limit(fit, record))
         return _as_given(fit, record, news)
     if chosen is None:
-        record = _with(record, climb=None)
-        fit.report.max_batch_size = climb.trained
+        record = _with(record, chooser=None)
+        fit.report.max_batch_size = chooser.trained
     if new == size:
         return record
     if reason:
@@ -342,14 +342,14 @@ def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
 def _compared(fit: FitState, record: FitRecord, size: int) -> FitRecord:
     """Goes on with the size that trains the most samples per second, once it is known."""
     sizes = record.sizes
-    climb, search = sizes.climb, sizes.search
-    if len(sizes.step_s) < COMPARED_STEPS or climb is None or search is None:
+    chooser, search = sizes.chooser, sizes.search
+    if len(sizes.step_s) < COMPARED_STEPS or chooser is None or search is None:
         return record
     rates, new, is_over = compared(
         sizes.samples_per_s, size, median(sizes.step_s), sizes.loader, search.max_batch_size
     )
-    climb = None if is_over else replace(climb, trained=max(size, climb.trained))
-    record = _with(record, samples_per_s=rates, climb=climb)
+    chooser = None if is_over else replace(chooser, trained=max(size, chooser.trained))
+    record = _with(record, samples_per_s=rates, chooser=chooser)
     if is_over:
         fit.event(*tell.sizes_were_compared(rates, new))
     return record if new == size else _changed(fit, record, new, search.plan)
@@ -359,7 +359,7 @@ def _as_given(fit: FitState, record: FitRecord, why: tell.News) -> FitRecord:
     """Goes on with the batches as they come."""
     fit.event(*why)
     fit.report.max_batch_size = record.sizes.loader
-    record = _with(record, climb=None)
+    record = _with(record, chooser=None)
     return record if record.sizes.chosen is None else _changed(fit, record, record.sizes.loader)
 
 

@@ -17,9 +17,9 @@ from fake_backend import (
     store_all_peak,
 )
 
-from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.find import SizeRunner, find_max_batch_size, verified_search
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.size_chooser import MOST_SIZES, SizeChooser
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
@@ -55,10 +55,10 @@ def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **
         trained.append((size, peak))
         return None if peak is None else Usage(1.0, peak)
 
-    climb = SizeClimb.after(
+    chooser = SizeChooser.after(
         backend, search, solver="greedy", solve_s=2.0, max_overhead=max_overhead, **options
     )
-    found = verified_search(search, scaling, climb, limit, train)
+    found = verified_search(search, scaling, chooser, limit, train)
     return search, found, trained
 
 
@@ -137,9 +137,9 @@ def test_sizes_that_the_model_does_not_take_are_passed_by():
         return chain_graph(size)
 
     search = search_batch_size(scaling_of(), 40, Limit(BUDGET), FakeBackend(), time_limit_s=20.0)
-    climb = SizeClimb.after(FakeBackend(), search, solver="greedy", solve_s=2.0)
+    chooser = SizeChooser.after(FakeBackend(), search, solver="greedy", solve_s=2.0)
     found = verified_search(
-        search, scaling_of(), climb, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
+        search, scaling_of(), chooser, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
     )
     assert found.max_batch_size % 4 == 0
     assert found.plan.measured is not None
@@ -160,8 +160,8 @@ def test_size_whose_graph_has_other_ops_is_planned_anew():
         trained.append(size)
         return usage
 
-    climb = SizeClimb.after(backend, search, solver="greedy", solve_s=2.0)
-    found = verified_search(search, scaling_of(), climb, Limit(budget), train, graph_of)
+    chooser = SizeChooser.after(backend, search, solver="greedy", solve_s=2.0)
+    found = verified_search(search, scaling_of(), chooser, Limit(budget), train, graph_of)
     assert any(size % 2 == 0 for size in trained)
     assert found.max_batch_size in trained
     assert found.plan.measured.peak_bytes <= budget
@@ -172,9 +172,9 @@ def test_size_whose_own_graph_fits_under_no_schedule_says_so():
         return chain_graph(size, 8) if size <= 300 else chain_graph(20 * size, 7)
 
     search = search_batch_size(scaling_of(), 40, Limit(BUDGET), FakeBackend(), time_limit_s=20.0)
-    climb = SizeClimb.after(FakeBackend(), search, solver="greedy", solve_s=2.0)
+    chooser = SizeChooser.after(FakeBackend(), search, solver="greedy", solve_s=2.0)
     found = verified_search(
-        search, scaling_of(), climb, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
+        search, scaling_of(), chooser, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
     )
     assert found.max_batch_size <= 300 < found.failed_batch_size
     assert any("14 ops at this size, 16 at others" in probe.reason for probe in found.probes)

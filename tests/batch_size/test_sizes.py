@@ -8,8 +8,8 @@ from keras_remat.batch_size.sizes import (
     NOISE,
     RESOLUTION,
     UPDATES_PER_EPOCH,
-    Facts,
-    Move,
+    SizeFacts,
+    SizeMove,
     faster_size,
     largest_wanted,
     next_size,
@@ -34,7 +34,7 @@ def facts_of(**changes):
         "time_to_solve": True,
         "runs_left": 5,
     }
-    return Facts(**(given | changes))
+    return SizeFacts(**(given | changes))
 
 
 def all_facts():
@@ -46,7 +46,7 @@ def all_facts():
                 if bool(failures) > (failed <= at_most):
                     continue
                 for measured, solves_left, to_run, to_solve in FLAGS:
-                    yield Facts(
+                    yield SizeFacts(
                         predicted=predicted,
                         at_most=at_most,
                         trained=trained,
@@ -66,16 +66,16 @@ def test_every_combination_of_facts_has_a_legal_answer():
     for facts in all_facts():
         move, size = next_size(facts)
         count += 1
-        if move is Move.STOP:
+        if move is SizeMove.STOP:
             assert size == 0
         else:
             assert facts.trained < size < facts.failed
             assert size <= facts.at_most
             assert facts.runs_left
             assert size in worth_running(facts)
-        if move is Move.SOLVE:
+        if move is SizeMove.SOLVE:
             assert facts.solves_left
-        if move is Move.RUN:
+        if move is SizeMove.RUN:
             assert size == facts.reached
             assert facts.time_to_run or not facts.trained
     assert count > 10_000
@@ -92,9 +92,9 @@ def test_every_path_ends_at_the_largest_size_that_trains(fits, off, measures):
         reached = min(reach, sizes[-1]) if sizes else 0
         facts = facts_of(**(vars(facts) | {"reached": reached}))
         move, size = next_size(facts)
-        if move is Move.STOP:
+        if move is SizeMove.STOP:
             break
-        if move is Move.SOLVE:
+        if move is SizeMove.SOLVE:
             reach = max(reach, size) if size <= fits else reach
             facts = facts_of(**(vars(facts) | {"solves_left": facts.solves_left - 1}))
             continue
@@ -121,9 +121,9 @@ def test_every_path_ends_at_the_largest_size_that_trains(fits, off, measures):
 
 def test_only_the_first_size_that_trains_runs_when_it_is_late():
     late = {"time_to_run": False, "time_to_solve": False}
-    assert next_size(facts_of(reached=100, **late)) == (Move.RUN, 100)
-    assert next_size(facts_of(reached=90, failed=100, failures=1, **late)) == (Move.RUN, 90)
-    assert next_size(facts_of(reached=200, trained=100, **late)) == (Move.STOP, 0)
+    assert next_size(facts_of(reached=100, **late)) == (SizeMove.RUN, 100)
+    assert next_size(facts_of(reached=90, failed=100, failures=1, **late)) == (SizeMove.RUN, 90)
+    assert next_size(facts_of(reached=200, trained=100, **late)) == (SizeMove.STOP, 0)
 
 
 def test_a_failure_of_unknown_peak_is_halved():

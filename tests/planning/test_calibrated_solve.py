@@ -65,14 +65,14 @@ def test_what_is_predicted_not_to_fit_is_compiled_at_last():
     assert planned(backend, budget).predicted.peak_bytes <= budget
 
 
-def test_the_nearest_of_all_that_were_compiled_is_told():
+def test_what_needs_least_of_all_that_were_compiled_is_told():
     backend = Compiling(lambda schedule: 1.0 + 0.1 * len(schedule.order) / len(STORE_ALL.order))
     floor = PROBLEM.floor_bytes
     with pytest.raises(ScheduleNotFoundError, match="auto: no schedule found") as caught:
         planned(backend, floor)
     peaks = [backend.compiled_peak_bytes(PROBLEM, s) for s in list(backend.compiled)]
     assert caught.value.best_peak_bytes == min(peaks) > floor
-    assert caught.value.closest.peak_bytes == min(peaks)
+    assert caught.value.least_over_limit.peak_bytes == min(peaks)
 
 
 def test_a_schedule_that_is_known_to_take_more_is_written_anew_for_a_lower_limit():

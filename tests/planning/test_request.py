@@ -38,30 +38,30 @@ def asked_for(share, backend=None, **more):
     return PlanRequest.on(backend or FakeBackend(), **told)
 
 
-def test_a_limit_that_is_missed_names_the_plan_that_came_closest():
+def test_a_limit_that_is_missed_names_the_plan_that_needs_least():
     with pytest.raises(ScheduleNotFoundError) as caught:
         plan_for(asked_for(0.97 * 0.7, NeedsALittleMore()))
-    assert caught.value.closest.peak_bytes == int(0.7 * store_all_peak(64))
+    assert caught.value.least_over_limit.peak_bytes == int(0.7 * store_all_peak(64))
 
 
-def test_the_closest_plan_is_the_best_of_what_the_search_saw_and_a_quick_one(monkeypatch):
+def test_over_the_limit_the_search_and_a_quick_solver_are_asked_for_what_needs_least(monkeypatch):
     """The search has more time; where the allocator decides, a quick solver may be luckier."""
     tight, loose = (candidate(share) for share in (0.6, 1.0))
-    failure = ScheduleNotFoundError(1, 0, closest=tight)
+    failure = ScheduleNotFoundError(1, 0, least_over_limit=tight)
     backend = FakeBackend()
     backend.memory.order_matters = True
     asked = asked_for(0.7, backend, failure=failure)
     for other in (loose, tight):
-        monkeypatch.setattr(door, "closest_to_budget", lambda *_, other=other, **__: other)
+        monkeypatch.setattr(door, "least_over_budget", lambda *_, other=other, **__: other)
         assert plan_for(asked).solution == tight.solution
-        failure.closest = loose
+        failure.least_over_limit = loose
 
     def none(*arguments, **options):
         raise ScheduleNotFoundError(1, 0)
 
-    monkeypatch.setattr(door, "closest_to_budget", none)
+    monkeypatch.setattr(door, "least_over_budget", none)
     assert plan_for(asked).solution == loose.solution
-    failure.closest = None
+    failure.least_over_limit = None
     with pytest.raises(ScheduleNotFoundError):
         plan_for(asked)
 
@@ -113,10 +113,10 @@ def test_another_order_is_measured_whatever_is_predicted_where_the_allocator_dec
     backend.memory.order_matters = order_matters
 
     def none(*arguments, **options):
-        raise ScheduleNotFoundError(1, 0, closest=ran if order_matters else other)
+        raise ScheduleNotFoundError(1, 0, least_over_limit=ran if order_matters else other)
 
     monkeypatch.setattr(door, "within_budget", none)
-    monkeypatch.setattr(door, "closest_to_budget", lambda *_, **__: other)
+    monkeypatch.setattr(door, "least_over_budget", lambda *_, **__: other)
     asked = asked_for(0.7, backend, below_bytes=ran.peak_bytes)
     after = replace(asked, avoid=frozenset([ran.schedule]))
     with pytest.raises(ScheduleNotFoundError):

@@ -25,7 +25,7 @@ from fake_backend import (
 )
 from fake_fit import Clock, driven
 
-from keras_remat.batch_size.climb import SizeClimb
+from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import (
     InfeasibleBudgetError,
@@ -35,7 +35,7 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.planning import request as door
-from keras_remat.planning.calibrated_solve import closest_to_budget
+from keras_remat.planning.calibrated_solve import least_over_budget
 from keras_remat.planning.plan import load_plan
 from keras_remat.training import driver, fit_state
 from keras_remat.training.arguments import FitOptions
@@ -1326,12 +1326,12 @@ def test_limit_that_is_missed_by_a_little_is_trained_with_a_warning(monkeypatch)
         if budget < least:
             raise ScheduleNotFoundError(budget, problem.floor_bytes, int(least))
 
-    def closest(problem, *args, **options):
-        found = closest_to_budget(problem, *args, **options)
+    def missing(problem, *args, **options):
+        found = least_over_budget(problem, *args, **options)
         return replace(found, peak_bytes=int(least))
 
     note_solves(monkeypatch, note)
-    monkeypatch.setattr("keras_remat.planning.request.closest_to_budget", closest)
+    monkeypatch.setattr("keras_remat.planning.request.least_over_budget", missing)
     backend = FakeBackend()
     trainer, report = driven(backend, options(limit=int(0.79 * PLAIN)))
     with pytest.warns(UserWarning, match="the limit is"):
@@ -1402,6 +1402,6 @@ def test_nobody_but_the_driver_assigns_the_record():
 
 
 def test_what_the_record_holds_is_frozen():
-    for kind in (FitRecord, StepsRecord, SizesRecord, ShapeState, Contest, SizeClimb, DeviceFacts,
+    for kind in (FitRecord, StepsRecord, SizesRecord, ShapeState, Contest, SizeChooser, DeviceFacts,
                  Baseline, HeldBatches, Mode):  # fmt: skip
         assert kind.__dataclass_params__.frozen, kind

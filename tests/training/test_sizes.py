@@ -20,7 +20,7 @@ from fake_backend import (
 from fake_fit import Driven, driven
 
 from keras_remat.backends.batches import batch_bytes
-from keras_remat.batch_size.climb import SizeClimb
+from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
@@ -139,26 +139,30 @@ class Fixed(Driven):
         self.fit.record = replace(self.fit.record, lowered_limit=Limit(1000, 0.1))
 
 
-class FakeClimb:
+class FakeChooser:
     """Chooses 10 samples fewer after every failure; what trained is the answer."""
 
     def __init__(self, trained=LOADER, failed=(0, 0)):
         self.trained, self.failed = trained, failed
 
     def after_trial(self, size, plan, peak_bytes, *, fits):
-        return FakeClimb(size, self.failed) if fits else FakeClimb(self.trained, (size, peak_bytes))
+        return (
+            FakeChooser(size, self.failed)
+            if fits
+            else FakeChooser(self.trained, (size, peak_bytes))
+        )
 
     def choose(self, scaling, limit):
         smaller = self.failed[0] - 10
         return self, (smaller, None) if self.failed[0] and smaller > self.trained else None
 
 
-def climbing(steps, found, batch_size="max"):
-    """A trainer at the size ``found``, that climbs by the fake rule."""
+def trainer_at(steps, found, batch_size="max"):
+    """A trainer at the size ``found``, that chooses by the fake rule."""
     trainer = Fixed(steps, batch_size, found=found)
     whole = SimpleNamespace(at=lambda size: None)
     scaling = SimpleNamespace(at=whole.at, whole=whole, slicing=None)
-    known = replace(trainer.sizes, climb=FakeClimb(), scaling=scaling)
+    known = replace(trainer.sizes, chooser=FakeChooser(), scaling=scaling)
     trainer.fit.record = replace(trainer.fit.record, sizes=known)
     return trainer
 
@@ -302,7 +306,7 @@ def test_size_of_the_loader_changes_nothing():
 
 def test_infeasible_group_is_stepped_down_before_anything_of_it_was_trained():
     steps = FakeSteps(fits=25)
-    trainer = climbing(steps, 40)
+    trainer = trainer_at(steps, 40)
     total = epoch(trainer)
     assert_all_once(steps.trained, total)
     assert max(map(len, steps.trained)) <= 25
@@ -323,7 +327,7 @@ def test_a_batch_that_is_given_up_is_not_held_by_its_error():
                 error.itself = error
                 raise
 
-    trainer = climbing(Kept(fits=25), 40)
+    trainer = trainer_at(Kept(fits=25), 40)
     gc.disable()
     try:
         epoch(trainer)
@@ -399,7 +403,7 @@ def test_a_rest_for_which_nothing_can_be_planned_is_trained_as_it_would_be_witho
 
 def test_measured_peak_over_the_limit_steps_down():
     steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 40 * size)
-    trainer = climbing(steps, 40)
+    trainer = trainer_at(steps, 40)
     total = epoch(trainer)
     assert_all_once(steps.trained, total)
     assert trainer.changes == [(10, 40), (40, 30), (30, 20)]
@@ -407,7 +411,7 @@ def test_measured_peak_over_the_limit_steps_down():
 
 def test_no_size_but_the_loaders_trains_goes_back_to_it():
     steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 2000 if size > LOADER else 0)
-    trainer = climbing(steps, 30)
+    trainer = trainer_at(steps, 30)
     total = epoch(trainer, batches=14)
     assert_all_once(steps.trained, total)
     assert trainer.changes == [(10, 30), (30, 20), (20, 10)]
@@ -493,7 +497,7 @@ def fastest_of(monkeypatch, seconds, seconds_before=None):
         driver.note(trainer.fit, modes.begun_anew)
     total = epoch(trainer, batches=200)
     assert_all_once(steps.trained, total)
-    assert trainer.sizes.climb is None, "the comparison has ended"
+    assert trainer.sizes.chooser is None, "the comparison has ended"
     return [len(numbers) for numbers in steps.trained]
 
 
@@ -629,7 +633,7 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
 
 
 def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch(monkeypatch):
-    monkeypatch.setattr(SizeClimb, "choose", lambda self, *_: (self, None))
+    monkeypatch.setattr(SizeChooser, "choose", lambda self, *_: (self, None))
     limit = store_all_peak(4 * LOADER)
     trainer, report = on_tuner(FakeBackend(), "max", limit)
     epoch(trainer, batches=40)

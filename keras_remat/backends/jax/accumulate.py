@@ -15,15 +15,13 @@ from typing import Any
 import jax
 import keras
 
-from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.micro_batches import (
     SEPARATION,
     check_can_be_split,
     check_no_masks,
-    check_samples,
-    micro_batch_bounds,
+    micro_batches_of,
 )
 
 
@@ -40,12 +38,9 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
 
     def train_step(state: private.State, data: Any) -> tuple[Any, private.State]:
         trainable, others, slots, metrics = state
-        check_samples(data)
-        total = batch_size_of(data)
         gradients: Any = None
         logs: Any = None
-        for start, stop in micro_batch_bounds(total, count):
-            micro_batch = jax.tree.map(lambda leaf, rows=slice(start, stop): leaf[rows], data)
+        for micro_batch, _, share in micro_batches_of(data, count):
             if gradients is not None:
                 with jax.named_scope(SEPARATION):
                     condition = never([g for g in jax.tree.leaves(gradients) if g.size])
@@ -70,7 +65,7 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
 
             differentiated = jax.grad(weighted_loss, has_aux=True)
             new, (loss, predicted, others, metrics) = differentiated(
-                trainable, others, metrics, (stop - start) / total, x, y, sample_weight
+                trainable, others, metrics, share, x, y, sample_weight
             )
             gradients = new if gradients is None else jax.tree.map(jax.numpy.add, gradients, new)
             logs, metrics = private.update_metrics(

@@ -13,12 +13,10 @@ from typing import Any
 import keras
 import torch
 
-from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.micro_batches import (
     check_can_be_split,
     check_no_masks,
-    check_samples,
-    micro_batch_bounds,
+    micro_batches_of,
 )
 from keras_remat.backends.torch import private
 
@@ -34,25 +32,21 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
     check_can_be_split(model)
 
     def train_step(data: Any) -> Any:
-        check_samples(data)
-        total, logs = batch_size_of(data), None
+        logs, micro_batches = None, micro_batches_of(data, count)
         model.zero_grad()
-        for start, stop in micro_batch_bounds(total, count):
-            micro_batch = keras.tree.map_structure(
-                lambda leaf, rows=slice(start, stop): None if leaf is None else leaf[rows], data
-            )
+        for micro_batch, samples, share in micro_batches:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(micro_batch)
             predicted = private.call_for_training(model, x)
             check_no_masks(predicted)
             loss = model.compute_loss(
                 x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
             )
-            private.track_loss(model, loss, stop - start)
-            share = loss * ((stop - start) / total)
+            private.track_loss(model, loss, samples)
+            scaled = loss * share
             if model.trainable_weights:
-                model.optimizer.scale_loss(share).backward()
+                model.optimizer.scale_loss(scaled).backward()
             logs = model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
-            del predicted, loss, share
+            del predicted, loss, scaled
         weights = model.trainable_weights[:]
         if weights:
             with torch.no_grad():

@@ -62,7 +62,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Incumbent:
+class Answer:
     """Says what the solver knows at one moment.
 
     Args:
@@ -165,7 +165,7 @@ class Worker:
             target=self._write, args=(json.dumps(message) + "\n",), daemon=True
         ).start()
 
-    def answers(self) -> Iterator[Incumbent]:
+    def answers(self) -> Iterator[Answer]:
         """Yields what the process finds; the last one has a status, ``"UNKNOWN"`` when the time
         limit struck, and then it is of no more use.
 
@@ -176,7 +176,7 @@ class Worker:
             try:
                 line = self._lines.get(timeout=max(0.0, self._deadline - time.monotonic()))
             except queue.Empty:
-                yield Incumbent(None, "UNKNOWN")
+                yield Answer(None, "UNKNOWN")
                 return
             if line is None:
                 status = self._process.wait()
@@ -187,7 +187,7 @@ class Worker:
                 )
             news = json.loads(line)
             ones = frozenset(news["ones"]) if "ones" in news else None
-            yield Incumbent(ones, news.get("status", ""), news.get("work"))
+            yield Answer(ones, news.get("status", ""), news.get("work"))
             if "status" in news:
                 return
 

@@ -166,7 +166,7 @@ def test_ortools_is_not_imported_here() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def answers_to(program: cp_sat.Program) -> list[cp_sat.Incumbent]:
+def answers_to(program: cp_sat.Program) -> list[cp_sat.Answer]:
     with cp_sat.Worker() as worker:
         worker.start(program, time_limit_s=10)
         return list(worker.answers())

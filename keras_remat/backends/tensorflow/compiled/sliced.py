@@ -168,8 +168,9 @@ class _Writer(ProgramWriter[CompiledStep]):
         self._literals: dict[str, Literal] = {}
 
     def program(self) -> FlatProgram:
+        program: FlatProgram = self._step.program
         return replace(
-            self._step.program,
+            program,
             equations=tuple(self.equations),
             shapes=tuple(self._shapes),
             dtypes=tuple(self._dtypes),

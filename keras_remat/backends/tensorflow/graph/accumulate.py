@@ -15,13 +15,11 @@ import keras
 import tensorflow as tf
 
 from keras_remat.backends import keras_private
-from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.micro_batches import (
     SEPARATION,
     check_can_be_split,
     check_no_masks,
-    check_samples,
-    micro_batch_bounds,
+    micro_batches_of,
 )
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import never
@@ -56,14 +54,9 @@ def accumulated_train_step(
     keras_private.build(model, batch)
 
     def train_step(data: Any) -> Any:
-        check_samples(data)
-        total = batch_size_of(data)
         gradients: list[Any] = []
         logs: Any = None
-        for start, stop in micro_batch_bounds(total, count):
-            micro_batch = keras.tree.map_structure(
-                lambda leaf, rows=slice(start, stop): None if leaf is None else leaf[rows], data
-            )
+        for micro_batch, samples, share in micro_batches_of(data, count):
             if separated and logs is not None:
                 with tf.name_scope(SEPARATION):
                     micro_batch = _waiting(micro_batch, gradients)
@@ -71,12 +64,12 @@ def accumulated_train_step(
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
                 check_no_masks(predicted)
-                with private.losses_counted_as(model, (stop - start) / total):
+                with private.losses_counted_as(model, share):
                     loss = model.compute_loss(
                         x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
                     )
-                private.track_loss(model, loss, stop - start)
-                scaled = model.optimizer.scale_loss(loss * ((stop - start) / total))
+                private.track_loss(model, loss, samples)
+                scaled = model.optimizer.scale_loss(loss * share)
             new = tape.gradient(scaled, model.trainable_weights)
             gradients = (
                 [_sum(a, b) for a, b in zip(gradients, new, strict=True)] if gradients else new

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
 
-from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
+from keras_remat.batch_size.size_chooser import MOST_SIZES, SizeChooser
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
@@ -24,7 +24,7 @@ class Scaling:
         return chain_problem(size)
 
 
-def climb(predicted, **options):
+def chooser_of(predicted, **options):
     orders = options.pop("orders", [Schedule.store_all(chain_problem(1).graph)])
     search = SimpleNamespace(max_batch_size=predicted, orders=orders)
     arguments = {
@@ -33,12 +33,12 @@ def climb(predicted, **options):
         "solver": "greedy",
         "solve_s": 1.0,
     } | options
-    return SizeClimb.after(FakeBackend(), search, **arguments)
+    return SizeChooser.after(FakeBackend(), search, **arguments)
 
 
-def corrected_bytes(climbing):
+def corrected_bytes(chooser):
     """What predictions are held against."""
-    return climbing.corrected(Limit(LIMIT), Scaling()).usable_bytes
+    return chooser.corrected(Limit(LIMIT), Scaling()).usable_bytes
 
 
 def sizes_until(largest, predicted, **options):
@@ -50,39 +50,39 @@ def sizes_until(largest, predicted, **options):
         peak = plan.predicted.peak_bytes if size <= largest else LIMIT + 1
         return peak, size <= largest
 
-    return ran, climbed(climb(predicted, **options), train)
+    return ran, run_out(chooser_of(predicted, **options), train)
 
 
-def climbed(climbing, train):
+def run_out(chooser, train):
     """What is known at the end, where ``train(size, plan)`` returns a peak and whether it fits."""
     while True:
-        climbing, chosen = climbing.choose(Scaling(), Limit(LIMIT))
+        chooser, chosen = chooser.choose(Scaling(), Limit(LIMIT))
         if chosen is None:
-            return climbing
+            return chooser
         peak, fits = train(*chosen)
-        climbing = climbing.after_trial(*chosen, peak, fits=fits)
+        chooser = chooser.after_trial(*chosen, peak, fits=fits)
 
 
 def test_the_first_size_is_the_one_that_an_order_reaches():
-    ran, climbing = sizes_until(1000, 100)
+    ran, chooser = sizes_until(1000, 100)
     assert ran[0] == 100
-    assert climbing.trained == 100
+    assert chooser.trained == 100
 
 
 @pytest.mark.parametrize("largest", [61, 80, 99])
 def test_every_size_is_one_that_the_devices_divide(largest):
-    ran, climbing = sizes_until(largest, 104, multiple=8, at_most=160)
+    ran, chooser = sizes_until(largest, 104, multiple=8, at_most=160)
     assert all(size % 8 == 0 for size in ran)
-    assert climbing.trained == largest - largest % 8
+    assert chooser.trained == largest - largest % 8
 
 
 def test_it_goes_down_until_a_size_trains_and_up_again():
-    ran, climbing = sizes_until(80, 100)
+    ran, chooser = sizes_until(80, 100)
     first = next(size for size in ran if size <= 80)
     assert ran[: ran.index(first)] == sorted(ran[: ran.index(first)], reverse=True)
-    assert climbing.trained <= 80
-    assert climbing.failed[0] > 80
-    assert climbing.failed[0] <= climbing.trained * (1 + 2 * RESOLUTION) + 1
+    assert chooser.trained <= 80
+    assert chooser.failed[0] > 80
+    assert chooser.failed[0] <= chooser.trained * (1 + 2 * RESOLUTION) + 1
 
 
 def test_no_size_above_the_most_is_chosen():
@@ -91,26 +91,26 @@ def test_no_size_above_the_most_is_chosen():
 
 
 def test_what_ran_above_its_prediction_is_taken_off_the_budget():
-    climbing = climb(100)
-    climbing, (size, plan) = climbing.choose(Scaling(), Limit(LIMIT))
-    assert corrected_bytes(climbing) == LIMIT
-    climbing = climbing.after_trial(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
-    assert corrected_bytes(climbing) == LIMIT - 500
-    climbing = climbing.after_trial(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
-    assert corrected_bytes(climbing) == LIMIT - 1000
+    chooser = chooser_of(100)
+    chooser, (size, plan) = chooser.choose(Scaling(), Limit(LIMIT))
+    assert corrected_bytes(chooser) == LIMIT
+    chooser = chooser.after_trial(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
+    assert corrected_bytes(chooser) == LIMIT - 500
+    chooser = chooser.after_trial(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
+    assert corrected_bytes(chooser) == LIMIT - 1000
 
 
 def test_out_of_memory_has_no_peak():
-    climbing = climb(100)
-    climbing, (size, plan) = climbing.choose(Scaling(), Limit(LIMIT))
-    climbing = climbing.after_trial(size, plan, 0, fits=False)
-    assert climbing.failed == (100, 0)
-    assert corrected_bytes(climbing) == LIMIT - int(RESOLUTION * LIMIT)
+    chooser = chooser_of(100)
+    chooser, (size, plan) = chooser.choose(Scaling(), Limit(LIMIT))
+    chooser = chooser.after_trial(size, plan, 0, fits=False)
+    assert chooser.failed == (100, 0)
+    assert corrected_bytes(chooser) == LIMIT - int(RESOLUTION * LIMIT)
     # it could not be planned, which tells no bytes
-    climbing = climbing.after_trial(size, None, 0, fits=False)
-    assert corrected_bytes(climbing) == LIMIT - int(RESOLUTION * LIMIT)
-    climbing = climbing.after_trial(size, plan, plan.predicted.peak_bytes, fits=True)
-    assert corrected_bytes(climbing) == LIMIT
+    chooser = chooser.after_trial(size, None, 0, fits=False)
+    assert corrected_bytes(chooser) == LIMIT - int(RESOLUTION * LIMIT)
+    chooser = chooser.after_trial(size, plan, plan.predicted.peak_bytes, fits=True)
+    assert corrected_bytes(chooser) == LIMIT
 
 
 @pytest.mark.parametrize("largest", [1, 37, 99])
@@ -120,10 +120,10 @@ def test_it_ends(largest):
 
 
 def test_after_the_deadline_nothing_larger_is_tried():
-    climbing = climb(60, deadline_s=0.0)
-    climbing, (size, plan) = climbing.choose(Scaling(), Limit(LIMIT))
-    climbing = climbing.after_trial(size, plan, plan.predicted.peak_bytes, fits=True)
-    assert climbing.choose(Scaling(), Limit(LIMIT))[1] is None
+    chooser = chooser_of(60, deadline_s=0.0)
+    chooser, (size, plan) = chooser.choose(Scaling(), Limit(LIMIT))
+    chooser = chooser.after_trial(size, plan, plan.predicted.peak_bytes, fits=True)
+    assert chooser.choose(Scaling(), Limit(LIMIT))[1] is None
 
 
 def test_where_the_work_is_done_known_orders_are_all_there_is():
@@ -137,11 +137,13 @@ def test_where_the_work_is_done_known_orders_are_all_there_is():
 
 def test_the_order_that_ran_last_is_known_even_where_it_was_made_anew():
     """There is time to run a size, and none to solve for one."""
-    climbing = climb(100, max_overhead=None, solve_s=1000.0, deadline_s=time.perf_counter() + 100.0)
-    climbing, (size, _) = climbing.choose(Scaling(), Limit(LIMIT))
+    chooser = chooser_of(
+        100, max_overhead=None, solve_s=1000.0, deadline_s=time.perf_counter() + 100.0
+    )
+    chooser, (size, _) = chooser.choose(Scaling(), Limit(LIMIT))
     made_anew = quick_plan(chain_problem(size), LIMIT // 2)
-    climbing = climbing.after_trial(size, made_anew, made_anew.predicted.peak_bytes, fits=True)
-    climbing, (larger, plan) = climbing.choose(Scaling(), Limit(LIMIT))
+    chooser = chooser.after_trial(size, made_anew, made_anew.predicted.peak_bytes, fits=True)
+    chooser, (larger, plan) = chooser.choose(Scaling(), Limit(LIMIT))
     assert larger >= 1.5 * size
     assert plan.solution.schedule == made_anew.solution.schedule
 
@@ -152,16 +154,16 @@ def test_after_out_of_memory_an_order_is_not_taken_that_fills_the_same_bytes():
     orders = [
         quick_plan(chain_problem(size), LIMIT).solution.schedule for size in range(100, 151, 2)
     ]
-    climbing = climb(150, orders=orders, max_overhead=None)
+    chooser = chooser_of(150, orders=orders, max_overhead=None)
 
     def train(size, plan):
         peak = plan.predicted.peak_bytes
         return (peak, True) if peak <= has_bytes else (0, False)
 
-    climbing = climbed(climbing, train)
+    chooser = run_out(chooser, train)
     fits = [
         size
         for size in range(1, 150)
         if simulate(chain_problem(size), orders[-1]).peak_bytes <= has_bytes
     ]
-    assert climbing.trained >= 0.9 * max(fits)
+    assert chooser.trained >= 0.9 * max(fits)

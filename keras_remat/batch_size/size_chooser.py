@@ -1,8 +1,8 @@
 """Chooses the sizes that run, each with the order that trains it: the driver of the size rule.
 
-``fit`` and ``find_max_batch_size`` both climb: a chosen size runs, in training or beside it, what
-it measured is noted, and the next one is chosen (:mod:`keras_remat.batch_size.sizes`). The size
-that an order reaches is a prediction, held against the limit less what the last size that ran
+One rule serves ``fit`` and ``find_max_batch_size``: a chosen size runs, in training or beside it,
+what it measured is noted, and the next one is chosen (:mod:`keras_remat.batch_size.sizes`). The
+size that an order reaches is a prediction, held against the limit less what the last size that ran
 measured above its own. Where known orders reach nothing that is worth running, others are solved
 for.
 """
@@ -19,7 +19,7 @@ from keras_remat.batch_size.found import BatchSearch, MaxOverhead
 from keras_remat.batch_size.scaling import Scaling
 from keras_remat.batch_size.search import SizeSearch
 from keras_remat.batch_size.search_work import SearchWork
-from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
+from keras_remat.batch_size.sizes import SizeFacts, SizeMove, next_size, shorter_by, worth_running
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
 from keras_remat.planning.plan import Plan
@@ -32,7 +32,7 @@ MOST_SOLVES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeClimb:
+class SizeChooser:
     """Says what is known of the sizes that ran, and chooses the next one.
 
     Args:
@@ -100,10 +100,10 @@ class SizeClimb:
             scaling: the problem at any size as it would run now.
         """
         orders = self._orders_with_newest(scaling)
-        climb = replace(self, orders=orders, chosen_at_s=time.perf_counter())
-        sizes = worth_running(climb._facts(0, 0))
+        chooser = replace(self, orders=orders, chosen_at_s=time.perf_counter())
+        sizes = worth_running(chooser._facts(0, 0))
         if not sizes:
-            return climb, None
+            return chooser, None
         search = SizeSearch(
             lambda size: scaling.at(size * self.multiple),
             self.corrected(limit, scaling),
@@ -118,15 +118,15 @@ class SizeClimb:
         search.best_of([*reversed(orders), store_all], first, downwards=not self.trained)
         solves = 0
         while True:
-            move, size = next_size(climb._facts(search.largest, solves))
-            if move is Move.STOP:
-                return climb, None
-            if move is Move.RUN:
+            move, size = next_size(chooser._facts(search.largest, solves))
+            if move is SizeMove.STOP:
+                return chooser, None
+            if move is SizeMove.RUN:
                 plan = search.fastest
                 known = dict.fromkeys((*orders, plan.solution.schedule))
-                return replace(climb, orders=tuple(known)), (size * self.multiple, plan)
+                return replace(chooser, orders=tuple(known)), (size * self.multiple, plan)
             search.solve_at(size, self.solver, self.solve_s)
-            climb = replace(climb, work_s=search.work.left_s())
+            chooser = replace(chooser, work_s=search.work.left_s())
             search.seed, solves = search.seed + 1, solves + 1
 
     def _orders_with_newest(self, scaling: Scaling) -> tuple[Schedule, ...]:
@@ -159,12 +159,12 @@ class SizeClimb:
             error = max(error, int(shorter_by(self.ran_out) * limit.usable_bytes))
         return limit.reserving(error)
 
-    def _facts(self, reached: int, solves: int) -> Facts:
+    def _facts(self, reached: int, solves: int) -> SizeFacts:
         (failed, failed_peak), multiple = self.failed, self.multiple
         at_most = self.at_most // multiple
         left_s = self.deadline_s - time.perf_counter() - self.longest_s
         is_work_left = not self.trained or self.work_s > 0
-        return Facts(
+        return SizeFacts(
             predicted=self.predicted // multiple,
             at_most=at_most,
             trained=self.trained // multiple,
@@ -187,17 +187,17 @@ class SizeClimb:
             peak_bytes: measured; 0 where the device ran out of memory.
             fits: whether it trained within the limit.
         """
-        climb = replace(
+        chooser = replace(
             self,
             runs=self.runs + 1,
             longest_s=max(self.longest_s, time.perf_counter() - self.chosen_at_s),
             newest=(size, plan, peak_bytes) if plan is not None and peak_bytes else self.newest,
         )
         if fits:
-            return replace(climb, trained=max(size, self.trained), failures=0, ran_out=0)
+            return replace(chooser, trained=max(size, self.trained), failures=0, ran_out=0)
         is_smallest = not self.failed[0] or size < self.failed[0]
         return replace(
-            climb,
+            chooser,
             failures=self.failures + 1,
             ran_out=self.ran_out + (plan is not None and not peak_bytes),
             failed=(size, peak_bytes) if is_smallest else self.failed,
