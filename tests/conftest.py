@@ -65,11 +65,11 @@ def device():
 
 @pytest.fixture(scope="module", autouse=True)
 def known_objects():
-    """Collects what the files before left, and spares the collector what is there for good.
+    """Collects what the file before left, and spares the collector what is there for good.
 
-    Every fit collects garbage first; TensorFlow alone is half a second of that.
+    Every fit collects garbage first, and what a whole run holds would be seconds of that. So
+    nothing that was spared is looked at again.
     """
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -64,7 +64,8 @@ def test_a_fit_keeps_its_limit_and_its_losses():
     assert losses[:2] == pytest.approx(plain_losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adam"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_orders_take_what_is_predicted_in_the_pool_that_recorded_steps_have_shown(optimizer):
     tensorflow = backend()
     if not tensorflow.device.has_statistics or tensorflow.device.name != "CPU:0":

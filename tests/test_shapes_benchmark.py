@@ -25,6 +25,7 @@ def check(lengths, epochs, batch, share, solve_s):
     return said
 
 
+@pytest.mark.slow
 def test_a_few_lengths_train_within_the_limit():
     lengths = [96, 384, 128, 384, 320, 384, 96, 320, 384, 320]
     planned = check(lengths, 2, 4, 0.6, 2.0)["planned_lengths"]

@@ -588,7 +588,7 @@ def test_a_model_that_a_loop_compiles_anew_trains_as_plainly():
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))]
+    "seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(40) if n != 1)]
 )
 def test_a_program_that_follows_the_advice_of_a_refusal_trains(seed):
     gc.collect()  # the bytes of the tests before

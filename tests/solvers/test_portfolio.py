@@ -98,7 +98,9 @@ SMALL: dict[str, tuple[Problem, Sequence[float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [*(n for n in SMALL if n != "layered"), pytest.param("layered", marks=pytest.mark.slow)]
+)
 def test_auto_is_as_good_as_every_solver_at_equal_work(name: str, little_work: None) -> None:
     plain, shares = SMALL[name]
     for share in shares:

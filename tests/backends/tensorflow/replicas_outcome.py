@@ -7,7 +7,7 @@ from own_process import came_of
 
 #: Cases that are run together, those of one test file: starting a process takes longer than each of
 #: them.
-TOGETHER = (("packs", "embedding", "refusals"), ("resident", "memory", "undone", "models"))
+TOGETHER = (("embedding", "refusals"), ("resident", "memory", "undone", "models"))
 
 
 def outcome(case):

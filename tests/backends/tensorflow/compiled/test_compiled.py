@@ -93,7 +93,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(NUMBERS, "transformer", "mixer"))
+@pytest.mark.parametrize("name", some_slow(NUMBERS, "convnet", "transformer", "mixer"))
 def test_numbers_are_those_of_the_plain_compiled_step(name):
     """Four steps, everything recomputed: logs, weights, slots, metrics, dropout's seeds and moving
     averages."""

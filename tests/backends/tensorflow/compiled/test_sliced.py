@@ -45,7 +45,7 @@ def head(vocabulary=16384, samples=32):
     return model, tuple(texts.astype("int32"))
 
 
-@pytest.mark.parametrize("name", ["convnet", "noisy"])
+@pytest.mark.parametrize("name", [pytest.param("convnet", marks=pytest.mark.slow), "noisy"])
 def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums(name):
     made = noisy if name == "noisy" else keras_models.MODELS[name]
     model, data = made(**({"optimizer": "sgd"} if name == "convnet" else {}))

@@ -16,6 +16,7 @@ def test_what_gathers_or_reduces_is_never_recomputed():
     assert came["recomputable"] == [False, False]
 
 
+@pytest.mark.slow
 def test_gradients_in_packs_need_less_than_in_one_and_are_the_same():
     came = outcome("packs")
     one, several, weights = came["one"], came["several"], came["bytes"]

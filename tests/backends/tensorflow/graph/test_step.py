@@ -35,7 +35,7 @@ def normalized_blocks():
     return keras.Model(inputs, outputs), tf.zeros((64, 16, 16, 8)), tf.zeros((64, 1))
 
 
-@pytest.mark.parametrize("make", [encoder, normalized_blocks])
+@pytest.mark.parametrize("make", [pytest.param(encoder, marks=pytest.mark.slow), normalized_blocks])
 def test_plain_step_is_predicted_in_the_executors_order(make):
     keras.utils.set_random_seed(0)
     model, *batch = make()

@@ -20,6 +20,7 @@ from keras_remat.backends.tensorflow.mirrored.backend import MirroredBackend
 from keras_remat.errors import UnsupportedModelError
 
 
+@pytest.mark.slow
 def test_all_replicas_keep_the_limit_and_the_losses():
     """The limit is one replica's, and what is measured is its part of the allocator that both
     share, less than the prediction where they do not peak together. The last batch of every epoch
