@@ -57,6 +57,14 @@ def batch_size_of(batch: Any) -> int:
     raise ValueError("the batch holds no array with a first dimension, so its size is unknown")
 
 
+def uneven_shape(batch: Any) -> tuple[int, ...] | None:
+    """Returns the shape of an array that does not have the batch's samples in its first dimension;
+    ``None`` where all have."""
+    samples = batch_size_of(batch)
+    shapes = (tuple(leaf.shape) for leaf in leaves_of(batch) if leaf is not None)
+    return next((shape for shape in shapes if shape[:1] != (samples,)), None)
+
+
 def batch_bytes(batch: Any) -> int:
     """Returns bytes of the numbers in a batch; those of strings are not known."""
     total = 0

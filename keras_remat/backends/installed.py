@@ -82,6 +82,21 @@ class Installed(ABC):
         self.original: Any = original_of(model.train_function)
         model.train_function = self
 
+    #: What is raised where the data has ended: no reason to give the original back.
+    end_of_data: tuple[type[Exception], ...] = (StopIteration,)
+
+    def _trained(self, iterator: Any, caller: Caller) -> Any:
+        """Trains a call's batches, and gives the original back where that raises."""
+        try:
+            if caller is not Caller.FIT:
+                return self._runner.run_alone(self._read(next(iter(iterator))), caller)
+            return self._steps(iter(iterator))
+        except self.end_of_data:
+            raise
+        except BaseException:
+            self.give_back()
+            raise
+
     def _caller(self, iterator: Any) -> Caller | None:
         """Returns who calls; ``None`` where the original takes the call."""
         caller = self._runner.caller(iterator)
@@ -89,9 +104,9 @@ class Installed(ABC):
             self.give_back()
         return None if caller in (Caller.NOBODY, Caller.INNER) else caller
 
-    @abstractmethod
     def _read(self, batch: Any) -> Any:
         """Returns a batch of Keras's iterator as the runner gets it."""
+        return batch
 
     def _prepared(self, batch: Any) -> Any:
         """Returns what was read as arrays of the framework, where a settled step needs none."""
@@ -163,9 +178,10 @@ class Installed(ABC):
                 "Functions run eagerly from here on: there is no graph to schedule."
             )
 
-    @abstractmethod
     def _runs_eagerly(self) -> bool:
-        """Returns whether the framework was asked to run functions eagerly."""
+        """Returns whether the framework was asked to run functions eagerly; on PyTorch, where all
+        steps do and are recorded, it is not."""
+        return False
 
     @abstractmethod
     def synchronize(self) -> None:

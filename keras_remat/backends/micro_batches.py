@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_remat.backends.batches import batch_size_of, leaves_of, sliced
+from keras_remat.backends.batches import batch_size_of, sliced, uneven_shape
 from keras_remat.backends.keras_private import layers, masks, wrapped
 from keras_remat.errors import UnsupportedModelError
 
@@ -236,18 +236,6 @@ def _check_values(name: str, values: Any, predicted: Any) -> None:
         )
 
 
-def _check_samples(batch: Any) -> None:
-    """Raises :class:`UnsupportedModelError` where an array of a batch does not have the batch's
-    samples in its first dimension: it could not be split as the others are."""
-    samples = batch_size_of(batch)
-    for leaf in leaves_of(batch):
-        if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != samples):
-            raise UnsupportedModelError(
-                f"The batch cannot be split into micro-batches: an array of shape "
-                f"{tuple(leaf.shape)} does not have its {samples} samples."
-            )
-
-
 def micro_batches_of(batch: Any, count: int) -> Iterator[tuple[Any, int, float]]:
     """Returns ``count`` micro-batches of similar size, each with its number of samples, and its
     share of the batch's.
@@ -255,7 +243,11 @@ def micro_batches_of(batch: Any, count: int) -> Iterator[tuple[Any, int, float]]
     Raises:
         UnsupportedModelError: an array does not have the batch's samples.
     """
-    _check_samples(batch)
-    samples = batch_size_of(batch)
+    samples, uneven = batch_size_of(batch), uneven_shape(batch)
+    if uneven is not None:
+        raise UnsupportedModelError(
+            f"The batch cannot be split into micro-batches: an array of shape {uneven} does not "
+            f"have its {samples} samples."
+        )
     bounds = pairwise(samples * i // count for i in range(count + 1))
     return ((sliced(batch, slice(a, b)), b - a, (b - a) / samples) for a, b in bounds)

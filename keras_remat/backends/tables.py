@@ -1,4 +1,4 @@
-"""Tables of what frameworks call their operations."""
+"""Tables of what frameworks call their operations; apart, because every backend has some."""
 
 
 def names(text: str) -> frozenset[str]:

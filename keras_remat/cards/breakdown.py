@@ -23,7 +23,7 @@ WEIGHTS, SLOTS, GRADIENTS, BATCH, ACTIVATIONS, WORKSPACE = PARTS = (
 
 @dataclass(frozen=True)
 class Resident:
-    """The bytes of a model that lie on the device between two steps.
+    """Holds the bytes of a model that lie on the device between two steps.
 
     Args:
         weights_bytes: variables of layers, trainable or not, and of metrics.

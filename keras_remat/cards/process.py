@@ -37,7 +37,7 @@ class NotTakenError(Exception):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array of a batch.
+    """Describes an array of a batch.
 
     Args:
         shape: with the samples.
@@ -50,7 +50,7 @@ class ArraySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked.
+    """Says what is asked.
 
     Args:
         model: as Keras serializes one, or the name of a file or function.
@@ -168,7 +168,7 @@ def _own_classes(config: Any) -> dict[str, Any]:
 
 
 def _wants_network(error: BaseException | None) -> bool:
-    """Whether an exception, or what led to it, says that something was not fetched."""
+    """Returns whether an exception, or what led to it, says that something was not fetched."""
     while error is not None:
         of_requests = type(error).__module__.split(".")[0] in ("requests", "httpx", "urllib3")
         if isinstance(error, (URLError, ConnectionError)) or of_requests:

@@ -29,7 +29,7 @@ _HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class CardRow:
-    """Whether a train step fits a card; ``None`` stands for what is not known.
+    """Says whether a train step fits a card; ``None`` stands for what is not known.
 
     Args:
         card: its name in the table of cards.
@@ -70,7 +70,7 @@ class CardRow:
 
     @property
     def answer(self) -> str:
-        """The verdict in words, with what a plan costs or the smallest peak."""
+        """Returns the verdict in words, with what a plan costs or the smallest peak."""
         if self.verdict is None:
             return self.remark or "not known"
         if self.verdict == WITH_A_PLAN and self.overhead is not None:
@@ -96,7 +96,7 @@ class CardRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CardReport:
-    """Whether a train step fits some cards.
+    """Says whether a train step fits some cards.
 
     Args:
         batch_size: samples of the batch that was asked about.
@@ -115,8 +115,8 @@ class CardReport:
 
     @property
     def exit_status(self) -> int:
-        """The status of the worst row: 0 all fit plainly, 5 one needs a plan, 3 one does not fit,
-        4 of one it is not known."""
+        """Returns the status of the worst row: 0 all fit plainly, 5 one needs a plan, 3 one does
+        not fit, 4 of one it is not known."""
         known = [EXIT_STATUS[row.verdict] for row in self.rows if row.verdict is not None]
         for worst in (EXIT_STATUS[DOES_NOT_FIT], EXIT_STATUS[WITH_A_PLAN]):
             if worst in known:

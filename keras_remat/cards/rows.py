@@ -48,7 +48,7 @@ _LEAST_SMALLEST_S = 5.0
 
 
 class CardBackend(Backend, Protocol):
-    """A backend that compiles for cards that need not be there."""
+    """Is a backend that compiles for cards that need not be there."""
 
     def taken_over(self, traced: Any) -> TracedStep | None:
         """Returns a step that was traced for another card as one for this; ``None`` where XLA does
@@ -60,7 +60,7 @@ class CardBackend(Backend, Protocol):
 
 @dataclass(frozen=True)
 class _Begun:
-    """A card whose step is being compiled.
+    """Stands for a card whose step is being compiled.
 
     Args:
         row: what is known.
@@ -83,7 +83,7 @@ class _Begun:
 
 
 class AskedStep:
-    """A train step that cards are asked about.
+    """Holds a train step that cards are asked about.
 
     Args:
         model: compiled.

@@ -33,6 +33,8 @@ COLORS = {
     BACKWARD: "#e69f00",
     UPDATE: "#009e73",
 }
+#: Numbers along an axis, at most, beside 0.
+_MOST_STEPS = 5
 _LAYERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6fc0", "#b0b000")
 _OTHERS = {REST: "#b8bfc7", WORKSPACE: "#5f6b76", RESIDENT: COLORS["resident"]}
 
@@ -130,11 +132,11 @@ class Axis:
             return dict(self.ticks)
         if self.unit == "bytes":
             name, size = byte_unit(int(self.high))
-            marked = {k * size: f"{k:g} {name}" for k in round_numbers(self.high / size, 5)}
+            marked = {k * size: f"{k:g} {name}" for k in round_numbers(self.high / size)}
         elif self.unit == "seconds":
-            marked = {k: format_seconds(k) for k in round_numbers(0.93 * self.high, 5)}
+            marked = {k: format_seconds(k) for k in round_numbers(0.93 * self.high)}
         else:
-            marked = {k: f"{k:g}" for k in round_numbers(self.high, 5)}
+            marked = {k: f"{k:g}" for k in round_numbers(self.high)}
         return {amount: name for amount, name in marked.items() if amount >= self.low}
 
 
@@ -161,14 +163,16 @@ class Chart:
         return {shape.label: shape.look for shape in self.shapes if shape.label}
 
 
-def round_numbers(highest: float, most: int) -> list[float]:
-    """Returns round numbers from 0 to ``highest``, in at most ``most`` steps.
+def round_numbers(highest: float) -> list[float]:
+    """Returns round numbers from 0 to ``highest``, in at most five steps.
 
-    >>> round_numbers(7, 5)
+    >>> round_numbers(7)
     [0.0, 2.0, 4.0, 6.0]
     """
     if highest <= 0:
         return [0.0]
-    power = 10.0 ** math.floor(math.log10(highest / most))
-    step = next(m * power for m in (1, 2, 5, 10) if highest / (m * power) <= most * (1 + 1e-9))
+    power = 10.0 ** math.floor(math.log10(highest / _MOST_STEPS))
+    step = next(
+        m * power for m in (1, 2, 5, 10) if highest / (m * power) <= _MOST_STEPS * (1 + 1e-9)
+    )
     return [k * step for k in range(int(highest / step * (1 + 1e-9)) + 1)]

@@ -322,7 +322,7 @@ def epoch_rows(report: Reported) -> list[list[str]]:
     return rows
 
 
-def overhead_text(plan: Planned, usage: Usage | None = None) -> str:
+def overhead_text(plan: Planned, usage: Usage | None) -> str:
     """Returns the time that a plan adds: as predicted, or as ``usage`` says."""
     time_s, base_s = (usage or plan.predicted).time_s, plan.store_all.time_s
     return _percent((time_s - base_s) / base_s) if base_s > 0 else "-"

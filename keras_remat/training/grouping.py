@@ -11,7 +11,7 @@ from typing import Any, Self
 import keras
 import numpy as np
 
-from keras_remat.backends.batches import batch_size_of, leaves_of, sliced
+from keras_remat.backends.batches import batch_size_of, leaves_of, sliced, uneven_shape
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -37,13 +37,12 @@ class HeldBatches:
             UnsupportedModelError: its arrays do not all have the samples in their first dimension,
                 or do not have the shapes of those that are held.
         """
-        size = batch_size_of(batch)
-        for leaf in leaves_of(batch):
-            if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != size):
-                raise UnsupportedModelError(
-                    f"Batches cannot be joined: an array of shape {tuple(leaf.shape)} does not "
-                    f"have the {size} samples of its batch."
-                )
+        uneven = uneven_shape(batch)
+        if uneven is not None:
+            raise UnsupportedModelError(
+                f"Batches cannot be joined: an array of shape {uneven} does not have the "
+                f"{batch_size_of(batch)} samples of its batch."
+            )
         if self.batches and _sample_shapes(self.batches[-1]) != _sample_shapes(batch):
             raise UnsupportedModelError(
                 f"Batches cannot be joined: samples have the shapes {_sample_shapes(batch)} in one "

@@ -241,7 +241,7 @@ def test_page_of_an_empty_problem():
 
 @pytest.mark.parametrize("highest", [1, 2, 3, 5, 7, 10, 99, 353, 15_000, 1.9, 0.7])
 def test_ticks_are_few_and_round(highest):
-    ticks = round_numbers(highest, 5)
+    ticks = round_numbers(highest)
     assert ticks[0] == 0
     assert 3 <= len(ticks) <= 6
     assert ticks[-1] <= highest * (1 + 1e-6)

@@ -7,7 +7,7 @@ lists of variables the JAX trainer carries as state, in its order, and whether i
 cuDNN's LSTM. Of ``jax.distributed`` the client of its key-value store; of ``jax.lax`` the gradient
 of pooling with a start value of its own; and of JAX's own path from a module to a compiled step its
 last half (``mlir``, ``compiler``, ``xla_client``).
-When a new version moves one of these, this is the file to mend.
+When a new version moves one of these, this is the file to mend: one file, though long.
 """
 
 from __future__ import annotations

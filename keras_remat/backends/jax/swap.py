@@ -80,9 +80,6 @@ class InstalledTrainFunction(Installed):
         super().restore()
         self._device.forget()
 
-    def _read(self, batch: Any) -> Any:
-        return batch
-
     def _prepared(self, batch: Any) -> Any:
         return jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), batch

@@ -8,6 +8,7 @@ eager tensor under a chosen name, calling a function with a session configuratio
 reading the profiler's raw trace, what Keras's own ``train_step`` does with the losses' trackers,
 which variables and which numbers of collective ops belong together on the devices of a strategy, in
 what packs its replicas exchange gradients, the HLO of a function, and two of XLA's operations.
+When a new version moves one of these, this is the file to mend: one file, though long.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ class InstalledTrainFunction(Installed):
     """
 
     counts_no_empty_step = keeps_first_trace = True
+    end_of_data = (StopIteration, tf.errors.OutOfRangeError)
     _promised: Any = None  # what the iterator of ``fit`` promises of its batches
 
     @property
@@ -41,19 +42,11 @@ class InstalledTrainFunction(Installed):
         caller = self._caller(iterator)
         return self.original(iterator) if caller is None else self._trained(iterator, caller)
 
-    def _trained(self, iterator: Any, caller: Caller) -> Any:
-        """Trains a call's batches, and gives the original back where that raises."""
-        try:
-            if caller is not Caller.FIT:
-                return self._runner.run_alone(self._read(next(iterator)), caller)
-            if isinstance(iterator, tf.data.Iterator):
-                self._promised = iterator.element_spec
-            return self._steps(iter(iterator))
-        except (StopIteration, tf.errors.OutOfRangeError):
-            raise
-        except BaseException:
-            self.give_back()
-            raise
+    def _caller(self, iterator: Any) -> Caller | None:
+        caller = super()._caller(iterator)
+        if caller is Caller.FIT and isinstance(iterator, tf.data.Iterator):
+            self._promised = iterator.element_spec
+        return caller
 
     def _read(self, batch: Any) -> Any:
         """Keras's iterators carry ``None`` (no sample weights, say) as an empty ``Optional``."""

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class TorchBackend:
-    """The verbs of :class:`keras_remat.backends.base.Backend`."""
+    """Knows the verbs of :class:`keras_remat.backends.base.Backend`."""
 
     name, compilation = "torch", "ordered"
     measures_op_times = True

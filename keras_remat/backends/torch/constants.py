@@ -41,7 +41,7 @@ class Known:
 
 
 class Constants:
-    """The values of the tensors that are known while a step is recorded."""
+    """Holds the values of the tensors that are known while a step is recorded."""
 
     def __init__(self) -> None:
         self._written: set[int] = set()  # storages of constants

@@ -59,7 +59,7 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
 
 
 class Device:
-    """The device that one model trains on.
+    """Is the device that one model trains on.
 
     Attributes:
         probe: is called with every position of a schedule before its op, while op times are
@@ -96,7 +96,7 @@ class Device:
 
 
 class CpuDevice(Device):
-    """The host's memory; see the module."""
+    """Stands for the host's memory; see the module."""
 
     name = "CPU:0"
 
@@ -201,7 +201,7 @@ class CpuDevice(Device):
 
 
 class CudaDevice(Device):
-    """A GPU whose memory PyTorch's caching allocator hands out; see the module.
+    """Stands for a GPU whose memory PyTorch's caching allocator hands out; see the module.
 
     Args:
         index: of the GPU.

@@ -17,7 +17,7 @@ from keras_remat.core.schedule import Schedule
 
 
 class LoweredStep:
-    """A train step that runs one schedule; call it with a batch of the traced shape.
+    """Runs one schedule as a train step; call it with a batch of the traced shape.
 
     Args:
         traced: the step the schedule's graph came from.

@@ -4,7 +4,7 @@ Everything here was read in, and is tested with, the versions in ``TESTED``. Fro
 tensors, the stack of dispatch modes, the node of autograd that runs, the profiler's memory events;
 from Keras: the functions in which its PyTorch backend leaves tensors (generators of random numbers,
 branches, Nadam's products), and the value of a variable. When a new version moves one of these,
-this is the file to mend.
+this is the file to mend: one file, though long.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def global_seed_state() -> list[Any]:
 
 
 class Seeds:
-    """The seeds of generators that are made while a step is recorded.
+    """Holds the seeds of generators that are made while a step is recorded.
 
     Keras makes a ``torch.Generator`` of the number in a tensor. Meanwhile it gets a number that
     stands for the tensor; a call that draws from it is told which tensor that is.

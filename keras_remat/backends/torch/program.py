@@ -59,7 +59,7 @@ GET_STATE, SET_STATE = "get_rng_state", "set_rng_state"
 
 @dataclass(eq=False, kw_only=True)
 class Node:
-    """One op of the graph.
+    """Is one op of the graph.
 
     Attributes:
         kind: ``PURE``, ``WRITE`` to temporaries, ``EFFECT``, ``GET_STATE`` or ``SET_STATE``.
@@ -96,7 +96,7 @@ class Node:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The values it computes."""
+        """Returns the values it computes."""
         returned = [pair[1] for pair in self.outputs if pair is not None]
         state = [] if self.state is None else [self.state[1]]
         return tuple(dict.fromkeys([*returned, *self.new.values(), *state]))
@@ -104,7 +104,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A value.
+    """Describes a value.
 
     Args:
         number: of a tensor whose layout is the whole value's.
@@ -118,7 +118,7 @@ class Stored:
 
 
 class Program:
-    """The nodes of a recording.
+    """Holds the nodes of a recording.
 
     Args:
         recording: of a step.
@@ -203,7 +203,7 @@ class Program:
 
     @property
     def written_constants(self) -> list[torch.Tensor]:
-        """What the step closes over and writes: tensors that the model does not know of."""
+        """Returns what the step closes over and writes: tensors that the model does not know of."""
         constants = self.recording.constants.items()
         return [tensor for n, tensor in constants if self.is_overwritten(n)]
 

@@ -33,21 +33,22 @@ _NUMBER = "_keras_remat_number"
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor among the arguments of a call, by its number."""
+    """Stands for a tensor among the arguments of a call, by its number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A generator of random numbers among the arguments, made of the number in a tensor."""
+    """Stands for a generator of random numbers among the arguments, made of the number in a
+    tensor."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A number among the arguments that is read when the step runs.
+    """Stands for a number among the arguments that is read when the step runs.
 
     Args:
         text: how it follows from what is read, as Python.
@@ -81,7 +82,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator.
+    """Records one call of an operator.
 
     Args:
         operator: an ``OpOverload``.

@@ -26,7 +26,7 @@ from keras_remat.core.slices import SliceRule
 
 @dataclass(frozen=True)
 class View:
-    """A view of a part, like one of the whole.
+    """Describes a view of a part, like one of the whole.
 
     Args:
         number: of the whole's.
@@ -57,7 +57,7 @@ class Seen:
 
 
 class Analysis:
-    """The axes of a program's values, and what its ops do to them.
+    """Knows the axes of a program's values, and what its ops do to them.
 
     Args:
         program: the calls.

@@ -27,7 +27,7 @@ from keras_remat.backends.torch.recorder import Call, Layout, Ref
 
 @dataclass(frozen=True)
 class Way:
-    """One way in which an operator runs on a part.
+    """Says one way in which an operator runs on a part.
 
     Args:
         outputs: what each result is to the whole's.

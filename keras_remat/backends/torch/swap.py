@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from keras_remat.backends.installed import Caller, Installed, StepRunner
+from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.torch.device import Device, shapes_of
 from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(Installed):
-    """The train function of one ``fit``; asks ``runner`` for every batch.
+    """Is the train function of one ``fit``, and asks ``runner`` for every batch.
 
     Args:
         model, runner: as in :class:`~keras_remat.backends.installed.Installed`.
@@ -30,23 +30,7 @@ class InstalledTrainFunction(Installed):
     @without_inner_frames
     def __call__(self, iterator: Any) -> Any:
         caller = self._caller(iterator)
-        if caller is None:
-            return self.original(iterator)
-        try:
-            if caller is not Caller.FIT:
-                return self._runner.run_alone(self._read(next(iter(iterator))), caller)
-            return self._steps(iter(iterator))
-        except StopIteration:
-            raise
-        except BaseException:
-            self.give_back()
-            raise
-
-    def _read(self, batch: Any) -> Any:
-        return batch
-
-    def _runs_eagerly(self) -> bool:
-        return False  # all steps of PyTorch do, and are recorded
+        return self.original(iterator) if caller is None else self._trained(iterator, caller)
 
     def synchronize(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -48,7 +48,7 @@ _GRADIENT_OF_BEFORE = (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TorchTracedStep(TracedStep):
-    """A traced Keras PyTorch train step.
+    """Holds a traced Keras PyTorch train step.
 
     Args:
         program: the nodes of its graph.

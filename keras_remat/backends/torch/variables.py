@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """All that a step may touch.
+    """Holds all that a step may touch.
 
     Args:
         own: one place for every tensor.

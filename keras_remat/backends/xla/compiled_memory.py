@@ -44,7 +44,7 @@ _Key = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of one schedule, in bytes above the resident ones.
+    """Says what is known of one schedule, in bytes above the resident ones.
 
     Args:
         compiled_bytes: what compiling told, or the first run.

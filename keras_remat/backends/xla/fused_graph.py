@@ -41,7 +41,7 @@ old one."""
 
 @dataclass(frozen=True, eq=False)
 class FusedStep(TracedStep):
-    """A traced step whose ops are clusters; ``handles[op.id]`` holds the indices of an op's
+    """Holds a traced step whose ops are clusters; ``handles[op.id]`` holds the indices of an op's
     equations in the program.
 
     Args:

@@ -46,7 +46,7 @@ of."""
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """One operation of a flat program: pure, unless it says otherwise.
+    """Describes one operation of a flat program: pure, unless it says otherwise.
 
     Args:
         source: what the framework needs to write it down again.
@@ -81,7 +81,7 @@ class Program(Protocol):
 
     @property
     def equations(self) -> Sequence[Equation]:
-        """In an order in which they can run."""
+        """Returns them in an order in which they can run."""
 
     @property
     def outputs(self) -> Sequence[Any]:

@@ -40,19 +40,19 @@ _SLICING = frozenset(["slice", "dynamic-slice", "gather"])
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a type: its name in HLO, and its dimensions."""
+    """Describes one array of a type: its name in HLO, and its dimensions."""
 
     kind: str
     dims: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """How many it has."""
+        """Returns how many it has."""
         return math.prod(self.dims)
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Returns what it takes."""
         digits = re.search(r"\d+", self.kind)
         bits = BITS.get(self.kind) or (int(digits[0]) if digits else 0)
         return self.elements * bits // 8
@@ -60,7 +60,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """Holds one line of a computation."""
 
     name: str
     arrays: tuple[Array, ...]  # of its result; several in a tuple
@@ -71,13 +71,13 @@ class Instruction:
     number: int = 0  # of a parameter
 
     def of(self, pattern: str) -> str:
-        """What a pattern's group finds in its attributes; empty where nothing is found."""
+        """Returns what a pattern's group finds in its attributes; empty where nothing is found."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its result."""
+        """Returns bytes of its result."""
         return sum(array.nbytes for array in self.arrays)
 
 
@@ -86,7 +86,7 @@ Computation = dict[str, Instruction]
 
 @dataclass(frozen=True)
 class Costs:
-    """What a module takes."""
+    """Says what a module takes."""
 
     flops: float = 0.0
     bytes_moved: int = 0
@@ -100,7 +100,7 @@ class Costs:
         )
 
     def times(self, count: int) -> Costs:
-        """The same, so many times."""
+        """Returns the same, so many times."""
         return Costs(self.flops * count, self.bytes_moved * count, self.time_s * count)
 
 
@@ -200,7 +200,7 @@ def _convolution_flops(one: Instruction, operands: Sequence[Instruction], target
 
 
 def _fused_bytes(body: Computation, operands: Sequence[Instruction]) -> int:
-    """What a fusion reads and writes."""
+    """Returns what a fusion reads and writes."""
     readers: dict[str, list[Instruction]] = {name: [] for name in body}
     for one in body.values():
         for name in one.operands:
@@ -216,7 +216,7 @@ def _fused_bytes(body: Computation, operands: Sequence[Instruction]) -> int:
 
 
 def _read_bytes(one: Instruction, readers: dict[str, list[Instruction]]) -> int:
-    """Bytes that are read of a parameter, or of what it is called after a bitcast."""
+    """Returns the bytes that are read of a parameter, or of what it is called after a bitcast."""
     total = 0
     for reader in readers[one.name]:
         if reader.kind in _SLICING and reader.operands[0] == one.name:

@@ -66,6 +66,8 @@ Equal equations on equal inputs are written once, so a chain that stands in seve
 not blow the program up.
 
 XLA decides the order inside these bounds. What it makes of the plan is measured.
+
+One file, though long: every rule looks at what one run has written so far.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ are numbers that programs do not write, and that every type of at least 8 bits c
 
 
 class Writing(Enum):
-    """How much of a schedule is protected where no op runs again; see the module."""
+    """Says how much of a schedule is protected where no op runs again; see the module."""
 
     LOOSE = auto()
     """Nothing."""
@@ -115,16 +117,16 @@ class Writing(Enum):
 
 
 class Writer(Protocol):
-    """A framework that writes equations down. Values are its own objects; each is told from the
+    """Is a framework that writes equations down. Values are its own objects; each is told from the
     others by identity."""
 
     uses_branches: bool
-    """Whether the branch of a condition costs next to nothing, as on a CPU; on a GPU the host would
-    wait for the condition."""
+    """Says whether the branch of a condition costs next to nothing, as on a CPU; on a GPU the host
+    would wait for the condition."""
 
     uses_barriers: bool
-    """Whether a value behind :meth:`hold` exists, as on a GPU; XLA:CPU drops the barrier before it
-    fuses."""
+    """Says whether a value behind :meth:`hold` exists, as on a GPU; XLA:CPU drops the barrier
+    before it fuses."""
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
@@ -176,7 +178,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Value:
-    """A value that was written down.
+    """Holds a value that was written down.
 
     Args:
         written: the writer's object.
@@ -190,7 +192,7 @@ class _Value:
 
 
 class Run:
-    """One symbolic execution of a schedule."""
+    """Executes one schedule symbolically."""
 
     def __init__(
         self,

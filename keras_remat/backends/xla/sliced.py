@@ -29,7 +29,7 @@ Step = TypeVar("Step", bound=FusedStep)
 
 @dataclass(frozen=True, eq=False)
 class SlicedEquation:
-    """One equation of a part.
+    """Says how one equation runs in a part.
 
     Args:
         at: its index in the program.

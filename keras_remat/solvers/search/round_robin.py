@@ -3,6 +3,8 @@
 Searches that take turns are worth different amounts on different problems, and at different times.
 One that finds nothing sits out a round of turns, after the next fruitless turn two, and so on; a
 find makes it equal to the others again. Nobody is left out for good.
+
+A file of its own, though short: it knows no solver.
 """
 
 from __future__ import annotations
