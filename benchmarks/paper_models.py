@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import layers
+from keras import layers, ops
 
 _LEARNING_RATE = 1e-6
 CLASSES, FCN_CLASSES, SEGNET_CLASSES = 10, 21, 11
@@ -55,10 +55,20 @@ class PaperModel:
 
 
 def _compiled(model: keras.Model) -> keras.Model:
-    model.compile(
-        keras.optimizers.SGD(_LEARNING_RATE), "sparse_categorical_crossentropy", jit_compile=False
-    )
+    loss: Any = "sparse_categorical_crossentropy"
+    if keras.backend.backend() == "torch":
+        loss = _of_pixels
+    model.compile(keras.optimizers.SGD(_LEARNING_RATE), loss, jit_compile=False)
     return model
+
+
+def _of_pixels(targets: Any, predicted: Any) -> Any:
+    """The loss by sample, with an image's pixels in one dimension: PyTorch 2.13 differentiates that
+    of an image only where channels come first in memory ("grad_input must be contiguous")."""
+    samples, classes = ops.shape(targets)[0], predicted.shape[-1]
+    return keras.losses.sparse_categorical_crossentropy(
+        ops.reshape(targets, (samples, -1)), ops.reshape(predicted, (samples, -1, classes))
+    )
 
 
 def _application(name: str) -> Callable[[int], keras.Model]:

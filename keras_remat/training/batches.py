@@ -88,7 +88,10 @@ def taken(record: FitRecord, due: Due) -> tuple[Any, FitRecord]:
 
 def given_back(record: FitRecord, batch: Any) -> FitRecord:
     """Returns the record where a batch that was taken is held again: it was not trained."""
-    return replace(record, held=record.held.with_oldest(batch))
+    held, sizes = record.held, record.sizes
+    if sizes.chosen is None:
+        return replace(record, held=held.with_oldest(batch))
+    return replace(record, held=held.given_back(batch, sizes.loader))
 
 
 def divisible(fit: FitState, size: int) -> int:

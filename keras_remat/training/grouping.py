@@ -62,6 +62,21 @@ class HeldBatches:
             self, batches=(batch, *self.batches), samples=self.samples + batch_size_of(batch)
         )
 
+    def given_back(self, batch: Any, size: int) -> Self:
+        """Returns what there was before a :meth:`taking`, in batches of ``size`` samples.
+
+        Arrays of the host become batches with memory of their own, which is free once they are
+        trained. In one piece, all of it would be in memory until its last sample is trained.
+        """
+        with keras.device("cpu:0"):
+            whole = keras.tree.map_structure(_on_host, batch)
+            parts = tuple(
+                keras.tree.map_structure(_copied, sliced(whole, slice(start, start + size)))
+                for start in range(0, batch_size_of(whole), size)
+            )
+        samples = self.samples + batch_size_of(whole)
+        return replace(self, batches=(*parts, *self.batches), samples=samples)
+
     def taking_oldest(self) -> tuple[Any, Self]:
         """Returns the oldest batch that is held, or what is left of it, and the others.
 
@@ -101,6 +116,10 @@ def _on_host(leaf: Any) -> Any:
     iterators give such tensors, unless they are divided among replicas."""
     on_host = keras.backend.backend() == "tensorflow" and keras.ops.is_tensor(leaf)
     return leaf if leaf is None or on_host else np.asarray(leaf)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _joined(*leaves: Any) -> Any:

@@ -1,6 +1,7 @@
 """Loader batches joined and cut: every sample once, in order."""
 
 import random
+import weakref
 
 import keras
 import numpy as np
@@ -47,8 +48,10 @@ def test_every_sample_comes_out_once_and_in_order(seed):
             wanted = rng.randint(1, group.samples)
             before, (batch, group) = group.samples, group.taking(wanted)
             assert batch_size_of(batch) == wanted
-            if rng.random() < 0.2:
-                group = group.with_oldest(batch)
+            draw = rng.random()
+            if draw < 0.2:
+                cut = rng.randint(1, 9)
+                group = group.with_oldest(batch) if draw < 0.1 else group.given_back(batch, cut)
                 assert group.samples == before
             else:
                 taken += numbers_of(batch)
@@ -97,6 +100,17 @@ def test_put_back_samples_are_the_oldest_again():
     taken, group = numbers_taken(group, 4)
     assert taken == [0, 1, 2, 3]
     assert numbers_taken(group, 5)[0] == [4, 5, 6, 7, 8]
+
+
+def test_a_batch_that_is_given_back_is_not_held_in_one_piece():
+    """Else all of it would be in memory while the sizes that are tried next are trained."""
+    group, batch = HeldBatches(), (np.arange(7), None)
+    watch = weakref.ref(batch[0])
+    group = group.given_back(batch, 3)
+    del batch
+    assert watch() is None
+    assert [part[0].tolist() for part in group.batches] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert keras.ops.convert_to_numpy(group.taking(7)[0][0]).tolist() == [*range(7)]
 
 
 @pytest.mark.parametrize("size", [0, -1, 4])

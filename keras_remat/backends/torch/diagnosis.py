@@ -30,5 +30,16 @@ def diagnosis() -> dict[str, Any]:
         "kernels": "timed by the clock" if on_cpu else "timed by CUDA events",
         "xla": False,
         "xla_detail": "PyTorch's steps run op by op",
-        "advice": [],
+        "advice": [_why_on_cpu()] if on_cpu else [],
     }
+
+
+def _why_on_cpu() -> str:
+    if torch.version.cuda is None:
+        return "This PyTorch is built for CPUs. A GPU needs a build for CUDA: https://pytorch.org."
+    if not torch.cuda.is_available():
+        return (
+            f"PyTorch is built for CUDA {torch.version.cuda} and finds no GPU. See what nvidia-smi "
+            "says, and CUDA_VISIBLE_DEVICES."
+        )
+    return "PyTorch finds a GPU, and Keras was told to train on the CPU."

@@ -45,6 +45,12 @@ ASKS_FOR_VALUES = (
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
+#: What errors say of one call with tensors of two devices; PyTorch 2.11 says the first.
+OF_TWO_DEVICES = (
+    "two different devices",
+    "tensors to be on the same device",
+    "is not on the expected device",
+)
 #: Seeds of the generators that stand in while a step is recorded count from here.
 _MAGIC_SEED = 0x6B725F0000000
 _MASK = 0xFFFFFFFF

@@ -93,13 +93,13 @@ def check_supported(model: Any) -> None:
         )
     if keras.distribution.distribution() is not None or _runs_in_several_processes():
         raise UnsupportedModelError(
-            "The model trains on several devices; on PyTorch a step of one device is planned."
+            "The model trains on several devices. On PyTorch only the step of one can be planned."
         )
     for module in private.modules(model):
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise UnsupportedModelError(
-                "A part of the model is wrapped in DistributedDataParallel; on PyTorch a step of "
-                "one device is planned."
+                "A part of the model is wrapped in DistributedDataParallel. On PyTorch only the "
+                "step of one device can be planned: train the module itself."
             )
 
 
@@ -256,6 +256,13 @@ def _explained() -> Iterator[None]:
             "The step asks in Python for the value of a tensor, or makes one whose shape follows "
             f"from values{_line_of(error)}. Such a step is another one for every batch. Use "
             "keras.ops.where or keras.ops.cond."
+        ) from error
+    except RuntimeError as error:
+        if not any(text in str(error) for text in private.OF_TWO_DEVICES):
+            raise
+        raise UnsupportedModelError(
+            f"The step joins tensors of two devices{_line_of(error)}, and Keras trains on "
+            f"{private.device()}. Build all layers, and make all tensors, on that device."
         ) from error
     except UnsupportedModelError as error:
         line = _line_of(error)

@@ -203,6 +203,8 @@ def branches(x):
          "torch.Generator of its own"),
         (lambda x: x * OUTSIDE if x.device.type != "meta" else x,
          "no variable of the model"),
+        (lambda x: x + torch.ones(16, device="meta") if x.device.type != "meta" else x,
+         "tensors of two devices"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_recorded_is_refused_with_its_line(does, reason):
