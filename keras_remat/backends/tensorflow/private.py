@@ -22,6 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.core.framework import full_type_pb2
 from tensorflow.core.protobuf import (
     config_pb2,
     device_properties_pb2,
@@ -37,7 +38,7 @@ from tensorflow.python.eager.polymorphic_function import compiler_ir
 from tensorflow.python.framework import function_def_to_graph, kernels, op_def_registry
 from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import handle_data_util, resource_variable_ops
 from tensorflow.python.util import _pywrap_util_port
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -343,6 +344,19 @@ def import_body(definition: Any, operands: Sequence[Any], name: str) -> tuple[li
         document, input_map=given, return_elements=[*own, *returned], name=name
     )
     return found[: len(own)], found[len(own) :]
+
+
+def list_placeholder(shape: Any, dtype: Any) -> Any:
+    """Writes a placeholder for a tensor list into the graph that is being built.
+
+    Args:
+        shape, dtype: what is known of its elements.
+    """
+    tensor = tf.compat.v1.placeholder(tf.variant, ())
+    data = handle_data_util.create_handle_data(shape, dtype)
+    data.shape_and_type[0].type.type_id = full_type_pb2.TFT_ARRAY
+    handle_data_util.set_handle_data(tensor, data)
+    return tensor
 
 
 def define_functions(library: Any) -> None:

@@ -65,6 +65,30 @@ def rewrite_for_memory(
     return {name: node for name, node in result.items() if name in used}
 
 
+def past_loops(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the nodes where readers of a variable's handle that a loop hands on read the handle:
+    a loop hands every resource on in its place."""
+    before = {
+        f"{name}:{at}" if at else name: read
+        for name, node in nodes.items()
+        if "While" in node.op
+        for at, (read, dtype) in enumerate(
+            zip(data_inputs(node), node.attr["T"].list.type, strict=True)
+        )
+        if dtype == tf.resource.as_datatype_enum
+    }
+
+    def first(tensor: str) -> str:
+        while tensor in before:
+            tensor = before[tensor]
+        return tensor
+
+    return {
+        name: copied(node, map(first, node.input)) if before.keys() & set(node.input) else node
+        for name, node in nodes.items()
+    }
+
+
 #: Reader type → the types of the producer of its input 0 it would be fused with.
 _FUSED_BY_ONEDNN: Mapping[str, frozenset[str]] = {
     "BiasAdd": frozenset({"Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"}),

@@ -9,6 +9,7 @@ Shapes are the only thing that is looked at, never which axis is the batch's: a 
 operands. ``FusedBatchNorm`` looks at the whole batch and stays whole. A uniform or normal random op
 draws four numbers from each step of a counter (Philox; Salmon et al. 2011), so that a part begins
 at a later one, and a slice of dropout is a slice of the same mask; other random ops stay whole.
+Loops have rules of their own (:mod:`.loop_slices`).
 
 One file, though long: the table, and what reads it.
 """
@@ -194,6 +195,21 @@ def _along_another_axis(op: Operands) -> Found:
     return ("part", "whole"), "part"
 
 
+def _splitting(op: Operands) -> Found:
+    """Divides a value along the axis that the first input names."""
+    axis = op.constants.get(0)
+    if axis is None or axis[0] % len(op.shapes[1]) == 0:
+        return None
+    return ("whole", "part"), "part"
+
+
+def _reversal(op: Operands) -> Found:
+    axes = op.constants.get(1)
+    if not axes or 0 in {axis % len(op.result) for axis in axes}:
+        return None
+    return ("part", "whole"), "part"
+
+
 def _concatenation(op: Operands) -> Found:
     axis = op.constants.get(len(op.shapes) - 1)
     if axis is None or axis[0] % len(op.result) == 0:
@@ -275,6 +291,8 @@ _BY_SHAPE: Mapping[str, Callable[[Operands], Found]] = {
     "SoftmaxCrossEntropyWithLogits": _softmax_cross_entropy,
     **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any"), _reduction),
     **dict.fromkeys(("ArgMax", "ArgMin", "Cumsum"), _along_another_axis),
+    "Split": _splitting,
+    "ReverseV2": _reversal,
     "ConcatV2": _concatenation,
     "Transpose": _transposition,
     **dict.fromkeys(("Pad", "PadV2", "MirrorPad"), _padding),

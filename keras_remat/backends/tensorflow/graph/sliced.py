@@ -19,7 +19,8 @@ is another one than before: what does not run in slices is the same node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -29,6 +30,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_remat.backends.base import Whole
+from keras_remat.backends.tensorflow.graph.loop_slices import (
+    Loops,
+    has_loops,
+    is_alike,
+    loops_of,
+)
 from keras_remat.backends.tensorflow.graph.nodes import (
     control_inputs,
     copied,
@@ -47,21 +54,65 @@ from keras_remat.backends.tensorflow.graph.slice_rules import (
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory.best_fit import GRANULE_BYTES
 from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing, sliced_graph
+from keras_remat.errors import InvalidProblemError
+
+logger = logging.getLogger(__name__)
 
 _Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StepSlicer:
-    """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`)."""
+    """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`).
+
+    Args:
+        step: the whole one.
+        at_size: traces the step at another batch size; where it cannot be, loops stay whole.
+    """
 
     step: TensorFlowStep
+    at_size: Callable[[int], TensorFlowStep] | None = None
     granule_bytes: int = GRANULE_BYTES
 
     @cached_property
     def rules(self) -> dict[int, SliceRule]:
         """Returns op id → how it may run in slices."""
-        return slice_rules(self.step)
+        return slice_rules(self.step) | self.loops.slice_rules(self.step)
+
+    @cached_property
+    def loops(self) -> Loops:
+        """Returns how the loops of the step run in slices."""
+        if self.at_size is None or self._samples % 2 or not has_loops(self.step):
+            return Loops()
+        try:
+            return loops_of(self.step, self._in_parts(2))
+        except InvalidProblemError as error:
+            logger.debug("keras_remat: loops do not run in slices: %s", error)
+            return Loops()
+
+    def _of_part(self, slicing: Slicing) -> TensorFlowStep | None:
+        """Returns the step as it is traced for one part, where a loop runs in slices."""
+        names = [self.step.graph.ops[op_id].name for op_id in slicing.ops]
+        in_loops = [name for name in names if name in self.loops.rules]
+        if not in_loops:
+            return None
+        of_part = self._in_parts(slicing.parts)
+        for name in in_loops:
+            if not is_alike(name, self.step, of_part):
+                raise InvalidProblemError(f"{name} is another op for one of {slicing.parts} parts")
+        return of_part
+
+    @property
+    def _samples(self) -> int:
+        """Returns the samples of the batch; 1 where its arrays do not agree."""
+        sizes = {shape[0] for _, _, shape in self.step.inputs if shape.rank}
+        return int(sizes.pop() or 1) if len(sizes) == 1 else 1
+
+    def _in_parts(self, parts: int) -> TensorFlowStep:
+        """Returns the step as it is traced for one part of the batch."""
+        if self.at_size is None:
+            raise LookupError("the step is not traced at another size")
+        return self.at_size(self._samples // parts)
 
     def sliced(self, slicing: Slicing) -> TensorFlowStep:
         """Returns the step with some ops in slices.
@@ -69,8 +120,13 @@ class StepSlicer:
         Raises:
             InvalidProblemError: they cannot run so.
         """
-        graph = sliced_graph(self.step.graph, self.rules, slicing, self.granule_bytes)
-        return _Writer(self._whole, graph).step()
+        axes = {
+            value.id: axis
+            for value in self.step.graph.values
+            if (axis := self.loops.axes.get(value.name)) is not None
+        }
+        graph = sliced_graph(self.step.graph, self.rules, slicing, self.granule_bytes, axes)
+        return _Writer(self._whole, graph, self.loops, self._of_part(slicing)).step()
 
     @cached_property
     def _whole(self) -> TensorFlowStep:
@@ -81,8 +137,18 @@ class StepSlicer:
 class _Writer:
     """Writes the nodes of one sliced graph."""
 
-    def __init__(self, step: TensorFlowStep, sliced: SlicedGraph):
-        self._step, self._sliced = step, sliced
+    def __init__(
+        self,
+        step: TensorFlowStep,
+        sliced: SlicedGraph,
+        loops: Loops,
+        of_part: TensorFlowStep | None,
+    ):
+        """
+        Args:
+            of_part: the step as it is traced for one part, where a loop runs in slices.
+        """
+        self._step, self._sliced, self._loops, self._of_part = step, sliced, loops, of_part
         self._chosen = set(sliced.slicing.ops)
         self._nodes: dict[str, Any] = {}
         self._shapes = dict(step.tensor_shapes)
@@ -122,7 +188,23 @@ class _Writer:
             output_tensors=outputs,
             slicer=None,
             whole=Whole(self._step, self._sliced),
+            **self._bodies(),
         )
+
+    def _bodies(self) -> dict[str, Any]:
+        """Returns the functions of the step, those of its parts' loops too, and what these hold."""
+        if self._of_part is None:
+            return {}
+        library = type(self._step.library)()
+        library.CopyFrom(self._step.library)
+        known = {function.signature.name for function in library.function}
+        library.function.extend(
+            f for f in self._of_part.library.function if f.signature.name not in known
+        )
+        needed = dict(self._step.body_workspace_bytes)
+        for name, nbytes in self._of_part.body_workspace_bytes.items():
+            needed |= {f"{name}/slice_{n}": nbytes for n in range(self._sliced.slicing.parts)}
+        return {"library": library, "body_workspace_bytes": needed}
 
     # ---------------------------------------------------------------- what stays whole
 
@@ -227,6 +309,9 @@ class _Writer:
     # ---------------------------------------------------------------- parts
 
     def _write_part(self, op_name: str, part: int) -> None:
+        if op_name in self._loops.rules:
+            self._write_part_of_loop(op_name, part)
+            return
         for name in self._step.node_names[op_name]:
             node = self._step.nodes[name]
             found = input_modes(self._step, node)
@@ -255,6 +340,36 @@ class _Writer:
                 shape = self._part_shape(tensor) if output == "part" else self._shape(tensor)
                 self._shapes[f"{new}:{at}"] = shape
                 at += 1
+
+    def _write_part_of_loop(self, name: str, part: int) -> None:
+        """Writes a part of a loop, or of an op beside it, as it is at the part's size."""
+        if self._of_part is None:
+            raise LookupError("the step is not traced at the size of a part")
+        inputs, rule, new = [], self._loops.rules[name], f"{name}/slice_{part}"
+        for at, (mode, read) in enumerate(
+            zip(rule.inputs, data_inputs(self._step.nodes[name]), strict=True)
+        ):
+            tensor = tensor_key(read)
+            if mode == "part":
+                inputs.append(self._part(tensor, part))
+            elif mode == "traced":
+                inputs.append(self._traced_constant(f"{name}/slices/input_{at}", name, at))
+            else:
+                inputs.append(self._whole(tensor))
+        self._nodes[new] = copied(self._of_part.nodes[name], inputs, new)
+        for at in range(len(rule.outputs)):
+            self._shapes[f"{new}:{at}"] = self._of_part.tensor_shapes[f"{name}:{at}"]
+
+    def _traced_constant(self, name: str, reader: str, at: int) -> str:
+        """Returns a constant that an op reads where it is traced at the size of a part."""
+        step = self._of_part
+        if name not in self._nodes and step is not None:
+            read = tensor_key(data_inputs(step.nodes[reader])[at])
+            node = step.nodes[node_of(views_to(step, read)[-1])]
+            self._nodes[name] = copied(node, (), name)
+            self._shapes[f"{name}:0"] = step.tensor_shapes[f"{node.name}:0"]
+            self._folded.add(name)
+        return f"{name}:0"
 
     def _counter(self, name: str, tensor: str, drawn: int) -> str:
         """Returns a random op's counter after so many numbers were drawn.
@@ -286,6 +401,8 @@ class _Writer:
         if (value_id, part) in self._sliced.parts:
             name, index = split_input(owner)
             made = f"{name}/slice_{part}:{index}"
+            if owner in self._loops.axes:
+                return made
         else:
             cut = self._sliced.graph.values[self._sliced.cuts[value_id, part]].producer
             made = f"{self._sliced.graph.ops[cut or 0].name}:0"

@@ -26,13 +26,14 @@ Handles: ``TracedStep.handles[op.id]`` is the ``NodeDef``; everything else Tenso
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.batches import check_dense
+from keras_remat.backends.batches import check_dense, resized_spec
 from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
@@ -42,7 +43,7 @@ from keras_remat.backends.tensorflow.graph.branch_updates import order_branch_up
 from keras_remat.backends.tensorflow.graph.counts import batch_counts, divisions
 from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, has_effect
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
-from keras_remat.backends.tensorflow.graph.rewrite import rewrite_for_memory
+from keras_remat.backends.tensorflow.graph.rewrite import past_loops, rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
 from keras_remat.backends.tensorflow.graph.sliced import StepSlicer
 from keras_remat.backends.tensorflow.graph.step import (
@@ -51,7 +52,7 @@ from keras_remat.backends.tensorflow.graph.step import (
     TouchedVariables,
 )
 from keras_remat.backends.tensorflow.graph.translate import Translation
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.errors import InvalidProblemError, UnsupportedModelError
 
 
 def data_spec(batch: Any) -> Any:
@@ -108,7 +109,42 @@ def trace(
         ),
         smallest_bytes,
     )
-    return replace(step, differences=tuple(differences), slicer=StepSlicer(step))
+    slicer = StepSlicer(step, _AtSize(model, structure, smallest_bytes))
+    return replace(step, differences=tuple(differences), slicer=slicer)
+
+
+class _AtSize:
+    """Traces a model's step at other batch sizes; the newest is kept.
+
+    Args:
+        model: is not kept alive.
+        structure: of the batch.
+        smallest_bytes: as in :func:`trace`.
+    """
+
+    def __init__(self, model: Any, structure: Any, smallest_bytes: int):
+        self._model, self._structure = weakref.ref(model), structure
+        self._smallest_bytes = smallest_bytes
+        self._newest: tuple[int, TensorFlowStep] | None = None
+
+    def __call__(self, size: int) -> TensorFlowStep:
+        """Returns the step for so many samples.
+
+        Raises:
+            InvalidProblemError: the model cannot be traced so, or is gone.
+        """
+        model = self._model()
+        if self._newest is None or self._newest[0] != size:
+            try:
+                spec = resized_spec(
+                    self._structure, size, lambda shape, leaf: tf.TensorSpec(shape, leaf.dtype)
+                )
+                self._newest = size, trace(model, spec, 1, self._smallest_bytes)
+            except Exception as error:  # whatever the layers of a user's model raise
+                raise InvalidProblemError(
+                    f"the step cannot be traced for {size} samples: {type(error).__name__}: {error}"
+                ) from error
+        return self._newest[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +214,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
     fetches = [*dict.fromkeys(recorded.outputs), *recorded.effects]
     graph_def = private.optimize_graph(recorded.graph_def, fetches, recorded.variables, captures)
     order_branch_updates(graph_def)
-    nodes = {node.name: node for node in graph_def.node}
+    nodes = past_loops({node.name: node for node in graph_def.node})
     _name_stateless(nodes, graph_def.library)
     outputs = tuple(tensor_key(name) for name in recorded.outputs)
     scalars = {

@@ -1,0 +1,350 @@
+"""What the body of one of TensorFlow's loops does to a slice of the batch.
+
+A body is written into a graph at two batch sizes, and its ops are asked one after the other, by the
+table of ops (:mod:`.slice_rules`), what they make of what they are given. What is carried from
+round to round has to stay what it was. The shapes at both sizes have to agree with the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from keras_remat.backends.tables import names
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.effects import has_effect
+from keras_remat.backends.tensorflow.graph.nodes import (
+    data_inputs,
+    node_of,
+    split_input,
+    tensor_key,
+)
+from keras_remat.backends.tensorflow.graph.slice_rules import (
+    RESHAPING,
+    Operands,
+    modes_of,
+    numbers_of,
+    views_to,
+)
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
+
+#: What a tensor of a body is to a part of the loop: alike in all of them; a part along the first
+#: axis; a term of a sum; ints that name the batch's size; a list of which nothing is known yet, or
+#: one of parts, of what is alike in all, or of such ints.
+BodyMode = Literal["whole", "part", "sum", "size", "list", "parts", "wholes", "sizes"]
+_WHOLE: BodyMode = "whole"
+_PART: BodyMode = "part"
+_SUM: BodyMode = "sum"
+#: What the elements of a list are.
+ELEMENTS: Mapping[Any, BodyMode] = {"parts": "part", "wholes": "whole", "sizes": "size"}
+#: Ops that hand a sum on, of terms alone.
+_LINEAR = names("""
+    Add AddV2 AddN Sub Neg Identity Reshape Squeeze ExpandDims Transpose ConcatV2 Pad StridedSlice
+    StridedSliceGrad Slice Split
+""")
+#: How often a body is looked at, until what it carries is known.
+_MOST_ROUNDS = 4
+
+
+class StaysWholeError(Exception):
+    """Says why a group of ops does not run in slices."""
+
+
+class Bodies:
+    """Writes the functions of loops into graphs, at both batch sizes, and asks them what they do to
+    a part."""
+
+    def __init__(self, step: TensorFlowStep, half: TensorFlowStep):
+        self._steps = step, half
+
+    def carried(
+        self, node: Any, given: Sequence[BodyMode], is_zero: Sequence[bool]
+    ) -> tuple[BodyMode, ...]:
+        """Returns what a loop carries from round to round.
+
+        Args:
+            node: the loop.
+            given: what it begins with.
+            is_zero: whether that is numbers, and all zeros.
+
+        Raises:
+            StaysWholeError: a round makes something else of it, or the loop ends by it.
+        """
+        body = self._function(node, "body")
+        # what begins with zeros may be added up
+        modes: tuple[BodyMode, ...] = tuple(
+            "sum" if mode == "whole" and starts else mode
+            for mode, starts in zip(given, is_zero, strict=True)
+        )
+        for _ in range(_MOST_ROUNDS):
+            carried = _after_round(modes, body.returned(modes))
+            if carried == modes:
+                break
+            modes = carried
+        else:
+            raise StaysWholeError(f"what {node.name} carries is not the same in every round")
+        if self._function(node, "cond").returned(modes) != ("whole",):
+            raise StaysWholeError(f"{node.name} ends by what it computes")
+        return modes
+
+    def _function(self, node: Any, attribute: str) -> _Function:
+        written = [self._written(step, step.nodes[node.name], attribute) for step in self._steps]
+        return _Function(*written)
+
+    def _written(self, step: TensorFlowStep, node: Any, attribute: str) -> _Written:
+        name, captures = node.attr[attribute].func.name, step.replicas[0].captures
+        definition = next(f for f in step.library.function if f.signature.name == name)
+        dtypes = [tf.as_dtype(number) for number in node.attr["T"].list.type]
+        found: list[_Written] = []
+
+        def operand(tensor: str, dtype: Any) -> Any:
+            external = captures.get(node_of(views_to(step, tensor)[-1]))
+            if external is not None and external.dtype == tf.resource:
+                return private.capture(external)
+            if dtype == tf.variant:
+                return private.list_placeholder(*_elements(step, tensor))
+            return tf.compat.v1.placeholder(dtype, step.tensor_shapes.get(tensor))
+
+        def build() -> list[Any]:
+            tf.graph_util.import_graph_def(tf.compat.v1.GraphDef(library=step.library), name="")
+            read = zip(map(tensor_key, data_inputs(node)), dtypes, strict=True)
+            given = [operand(tensor, dtype) for tensor, dtype in read]
+            operations, returned = private.import_body(definition, given, attribute)
+            found.append(_Written(given, operations, returned))
+            return []
+
+        private.build_function(build, [])
+        return found[0]
+
+
+def _elements(step: TensorFlowStep, tensor: str) -> tuple[Any, Any]:
+    """Returns what is known of the shape of a list's elements, and their type."""
+    name, index = split_input(views_to(step, tensor)[-1])
+    node = step.nodes[name]
+    read = [tensor_key(i) for i in data_inputs(node)]
+    if node.op in ("EmptyTensorList", "TensorListReserve"):
+        numbers = numbers_of(step.nodes[node_of(views_to(step, read[0])[-1])])
+        is_known = numbers is not None and step.tensor_shapes.get(read[0]) != ()
+        sizes = [None if n < 0 else n for n in numbers or ()] if is_known else None
+        return tf.TensorShape(sizes), tf.as_dtype(node.attr["element_dtype"].type)
+    if node.op == "TensorListFromTensor":
+        shape = step.tensor_shapes.get(read[0])
+        dtype = tf.as_dtype(node.attr["element_dtype"].type)
+        return tf.TensorShape(shape[1:] if shape else None), dtype
+    if node.op in ("ZerosLike", "AddN", "StatelessWhile"):
+        return _elements(step, read[index])
+    raise StaysWholeError(f"{node.op} {name} makes a list")
+
+
+def _after_round(
+    given: Sequence[BodyMode], made: Sequence[BodyMode | None]
+) -> tuple[BodyMode, ...]:
+    """Returns what is carried, by what a round was given and what it has made of it: what is no sum
+    after all is alike in all parts, and then the others are asked anew."""
+    pairs = list(zip(given, made, strict=True))
+    if any(before == "sum" != after for before, after in pairs):
+        return tuple("whole" if before == "sum" != after else before for before, after in pairs)
+    return tuple(_merged(before, after) for before, after in pairs)
+
+
+def _merged(before: BodyMode, after: BodyMode | None) -> BodyMode:
+    if after == before or (after == "list" and before in ELEMENTS):
+        return before
+    if before == "list" and after in ELEMENTS and after is not None:
+        return after
+    raise StaysWholeError(f"a round makes {after} of {before}")
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A function written into a graph.
+
+    Args:
+        given: its arguments.
+        operations: all of them.
+        returned: what it returns.
+    """
+
+    given: Sequence[Any]
+    operations: Sequence[Any]
+    returned: Sequence[Any]
+
+
+class _Function:
+    """Says what a function does to a part.
+
+    Args:
+        whole, half: as it is at both batch sizes.
+    """
+
+    def __init__(self, whole: _Written, half: _Written):
+        self._whole = whole
+        self._ops = {op.name: op for op in whole.operations}
+        self._half = {op.name: op for op in half.operations}
+        if _wiring(self._ops) != _wiring(self._half):
+            raise StaysWholeError("a loop has other ops at half the batch")
+
+    def returned(self, given: Sequence[BodyMode]) -> tuple[BodyMode | None, ...]:
+        """Returns what it returns, by what it is given; ``None`` for what cannot be told."""
+        known: dict[str, BodyMode | None] = {
+            tensor.name: mode for tensor, mode in zip(self._whole.given, given, strict=True)
+        }
+        sources = {
+            name: [t.op.name for t in op.inputs if t.op.name in self._ops]
+            for name, op in self._ops.items()
+        }
+        for name in TopologicalSorter(sources).static_order():
+            op, half = self._ops[name], self._half.get(name)
+            if half is None:  # a constant that another one stands for at half the batch
+                raise StaysWholeError(f"{name} is not there at half the batch")
+            made = _made(op, half, [known[tensor.name] for tensor in op.inputs])
+            for at, mode in enumerate(made):
+                known[op.outputs[at].name] = mode
+        return tuple(known[tensor.name] for tensor in self._whole.returned)
+
+
+def _wiring(ops: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
+    """Returns name → the type of an op, and the ops that it reads, constants aside."""
+    return {
+        name: (
+            op.type,
+            [t.name for t in op.inputs if t.op.name in ops and t.op.type != "Const"],
+        )
+        for name, op in ops.items()
+        if op.type != "Const"
+    }
+
+
+def _made(op: Any, half: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None]:
+    """Returns what the outputs of an op of a body are to a part of the loop.
+
+    Args:
+        op, half: it at both batch sizes.
+        given: what its inputs are.
+    """
+    found: Sequence[BodyMode | None] = ()
+    if op.type == "Const":
+        found = (_constant_mode(op, half),)
+    elif None in given or op.type in kinds.CONTROL_FLOW:
+        pass
+    elif (of_lists := _list_modes(op.type, given)) is not None:
+        return of_lists
+    elif has_effect(op.type):
+        pass
+    elif set(given) <= {"whole"}:
+        found = [_WHOLE] * len(op.outputs)
+    elif op.type in ("Shape", "ShapeN"):
+        found = ["size" if mode == "part" else "whole" for mode in given]
+    elif "sum" in given:
+        found = _sum_modes(op, given)
+    elif op.type in RESHAPING:
+        found = (given[0],) if given[0] in ("part", "whole") else ()
+    else:
+        found = _table_modes(op, given)
+    checked = (
+        _has_mode(a, b, mode) for a, b, mode in zip(op.outputs, half.outputs, found, strict=False)
+    )
+    return found if found and all(checked) else (None,) * len(op.outputs)
+
+
+def _constant_mode(op: Any, half: Any) -> BodyMode | None:
+    one, other = (tf.make_ndarray(of.node_def.attr["value"].tensor) for of in (op, half))
+    if np.array_equal(one, other):
+        return "whole"
+    if one.ndim == 1 and one.shape == other.shape and np.issubdtype(one.dtype, np.integer):
+        return "size"
+    is_uniform = one.size and other.size and np.all(one == other.flat[0])
+    return "part" if is_uniform and np.all(other == one.flat[0]) else None
+
+
+def _list_modes(kind: str, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None] | None:
+    """Returns what an op makes that reads or writes lists; ``None`` for another op."""
+    of_list: Mapping[Any, BodyMode] = {mode: of for of, mode in ELEMENTS.items()}
+    if kind in ("EmptyTensorList", "TensorListReserve"):
+        return ("list",)
+    if not given or given[0] not in ("list", *ELEMENTS):
+        return None
+    if kind == "TensorListGetItem":
+        return (ELEMENTS.get(given[0]),)
+    if kind in ("TensorListElementShape", "TensorListLength"):
+        return ("size",) if kind == "TensorListElementShape" else ("whole",)
+    if kind == "TensorListPopBack":
+        return given[0], ELEMENTS.get(given[0])
+    if kind in ("TensorListPushBack", "TensorListSetItem"):
+        written = of_list.get(given[1 if kind == "TensorListPushBack" else 2])
+        return (written if given[0] in ("list", written) else None,)
+    kinds_of_lists = set(given) - {"list"}
+    if kind in ("Identity", "ZerosLike", "AddN") and len(kinds_of_lists) < 2:
+        return (next(iter(kinds_of_lists), "list"),)
+    return (None,)
+
+
+def _sum_modes(op: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None]:
+    """Returns what an op makes of terms of a sum."""
+    scales = {"Mul": (["sum", "whole"], ["whole", "sum"]), "RealDiv": (["sum", "whole"],)}
+    if list(given) in scales.get(op.type, ()):
+        return ("sum",)
+    if op.type not in _LINEAR:
+        return ()
+    others = [t for t, mode in zip(op.inputs, given, strict=True) if mode != "sum"]
+    if any(mode not in ("sum", "whole") for mode in given):
+        return ()
+    if any(tensor.dtype.is_floating and not _is_zero(tensor) for tensor in others):
+        return ()
+    return [_SUM] * len(op.outputs)
+
+
+def _is_zero(tensor: Any) -> bool:
+    node = tensor.op.node_def
+    return bool(
+        tensor.op.type == "ZerosLike"
+        or (tensor.op.type == "Const" and not np.any(tf.make_ndarray(node.attr["value"].tensor)))
+    )
+
+
+def _table_modes(op: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None]:
+    """Returns what an op makes by the table of ops."""
+    shapes = [_shape(tensor) for tensor in op.inputs]
+    result = _shape(op.outputs[0]) if op.outputs else None
+    if result is None or None in shapes:
+        return ()
+    constants = {at: known for at, t in enumerate(op.inputs) if (known := _numbers(t))}
+    found = modes_of(Operands(op.node_def, [shape or () for shape in shapes], result, constants))
+    if found is None or found[1] == "mean":
+        return ()
+    allowed: Mapping[str, tuple[BodyMode, ...]]
+    allowed = {"part": ("part",), "whole": ("whole",), "shape": ("size", "whole"), "counter": ()}
+    if any(mode not in allowed[asked] for mode, asked in zip(given, found[0], strict=True)):
+        return ()
+    return [_SUM if found[1] == "sum" else _PART] * len(op.outputs)
+
+
+def _numbers(tensor: Any) -> list[int] | None:
+    """Returns the numbers of a small constant of ints, or of what tells a known shape."""
+    op = tensor.op
+    if op.type in ("Shape", "ShapeN"):
+        shape = _shape(op.inputs[tensor.value_index])
+        return None if shape is None else list(shape)
+    return numbers_of(op.node_def)
+
+
+def _shape(tensor: Any) -> tuple[int, ...] | None:
+    return tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
+
+
+def _has_mode(whole: Any, half: Any, mode: BodyMode | None) -> bool:
+    """Returns whether the shapes at both batch sizes are those of what a tensor is said to be."""
+    one, other = _shape(whole), _shape(half)
+    if mode != "part":
+        return one == other
+    return one is not None and bool(other) and one == _doubled(other)
+
+
+def _doubled(shape: Any) -> tuple[int, ...]:
+    return (2 * shape[0], *shape[1:])
