@@ -8,8 +8,9 @@ other sizes that the number divides: the graph at a size is rewritten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from keras_remat.backends.base import Backend, TracedStep
@@ -17,6 +18,7 @@ from keras_remat.backends.batches import batch_size_of, repeated_batch
 from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.batch_size.found import BatchSearch
 from keras_remat.batch_size.scaling import BatchScaling, Scaling, batch_scaling, traced_at
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
@@ -28,10 +30,15 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.make_plan import TracedModel, measured_problem
 from keras_remat.planning.request import PlanRequest, plan_by, plan_for
-from keras_remat.planning.slicing import sliced_costs
+from keras_remat.planning.slicing import candidates, sliced_costs
 
 #: Twice as many slices are taken where the batch becomes so many times as large.
 _WORTH_SLICES = 1.2
+#: The share of a search's time that the first search in slices may take where whole ops do not
+#: reach a size; each further one may take half of that of the one before.
+_SHARE_IN_SLICES = 0.5
+#: How many ways to slice a step are searched.
+_MOST_TRIES = 2
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
 
@@ -112,7 +119,78 @@ def searched_in_slices(
         if further.max_batch_size < _WORTH_SLICES * found.max_batch_size:
             break
         scaling, found, more = more, further, more.in_more()
+    slicing = scaling.slicing
+    return scaling, found if slicing is None else found.naming(slicing=slicing)
+
+
+def searched_further(
+    scaling: AnyScaling,
+    found: BatchSearch,
+    in_slices: Iterable[SlicedScaling],
+    wanted: int,
+    search: Callable[[AnyScaling, float], BatchSearch],
+) -> tuple[AnyScaling, BatchSearch]:
+    """Returns what a search finds; where whole ops do not reach the size that is wanted, what one
+    in slices finds that leads further.
+
+    Args:
+        scaling, found: costs at any size, and what the search found by them.
+        in_slices: the same step's costs in slices.
+        wanted: a batch size.
+        search: as in :func:`searched_in_slices`.
+    """
+    if found.max_batch_size >= wanted:
+        return scaling, found
+    for at, sliced in enumerate(in_slices):
+        share = _SHARE_IN_SLICES / 2**at
+        try:
+            further, its = searched_in_slices(sliced, partial(_in_share, search, share))
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            continue
+        parts = sliced.slicing.parts
+        is_reached = its.max_batch_size >= wanted - wanted % parts > found.max_batch_size
+        if is_reached or its.max_batch_size >= _WORTH_SLICES * found.max_batch_size:
+            return further, its
     return scaling, found
+
+
+def _in_share(
+    search: Callable[[AnyScaling, float], BatchSearch],
+    share: float,
+    scaling: AnyScaling,
+    of_it: float,
+) -> BatchSearch:
+    return search(scaling, share * of_it)
+
+
+def scalings_below(
+    scaling: BatchScaling, traced: TracedStep, size: int, wanted: int, limit: Limit
+) -> Iterator[SlicedScaling]:
+    """Yields the costs of a whole step in slices that keep the floor of a larger batch below a
+    limit: few, and few parts first.
+
+    Args:
+        scaling: costs of its whole ops.
+        traced: the step.
+        size: that it was traced for; the number of slices divides it.
+        wanted: the larger batch.
+        limit: that it has to keep to.
+    """
+    slicer, usable = traced.slicer, limit.usable_bytes
+    if slicer is None or not scaling.at(size).graph.has_ops_of(traced.graph):
+        return
+    yielded = 0
+    for slicing in candidates(scaling.at(wanted), slicer.rules, usable):
+        sliced = SlicedScaling(scaling, slicer.rules, size, slicing, slicer.granule_bytes)
+        try:
+            floor_bytes = sliced.at(wanted - wanted % slicing.parts).floor_bytes
+        except InvalidProblemError:
+            continue
+        if floor_bytes <= usable:
+            yield sliced
+            yielded += 1
+        if yielded == _MOST_TRIES:
+            return
 
 
 def step_scaling(backend: Backend, model: Any, step: TracedModel) -> Scaling:

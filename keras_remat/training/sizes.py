@@ -27,7 +27,11 @@ from keras_remat.batch_size.scaling import graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.sizes import largest_wanted
-from keras_remat.batch_size.step_scaling import AnyScaling, searched_in_slices
+from keras_remat.batch_size.step_scaling import (
+    AnyScaling,
+    searched_further,
+    searched_in_slices,
+)
 from keras_remat.core.limit import Limit
 from keras_remat.errors import RematError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
@@ -101,7 +105,7 @@ def after_step(fit: FitState, due: Due, batch: Any) -> FitRecord:
     if record.sizes.chosen is not None:
         return _after_measured(fit, record, size)
     if record.sizes.is_searching and record.is_settled and _tells(fit, batch):
-        if record.running.micro_batches > 1 or (is_fastest and _runs_in_slices(record)):
+        if record.running.micro_batches > 1:
             return _with(record, is_searching=False)
         if not is_fastest or len(record.sizes.step_s) == COMPARED_STEPS:
             return _searched(fit, _with(record, is_searching=False), batch)
@@ -166,11 +170,6 @@ def _tells(fit: FitState, batch: Any) -> bool:
     return is_of_size and fit.signatures.of(batch) == fit.record.running.reference
 
 
-def _runs_in_slices(record: FitRecord) -> bool:
-    plan = record.running.plan
-    return plan is not None and plan.slicing is not None
-
-
 def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
     loader, wanted, at_most = record.sizes.loader, fit.options.batch_size, _at_most(fit, record)
     if isinstance(wanted, int) and wanted <= loader:
@@ -182,9 +181,11 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
     try:
         with fit.long_task("searching the largest batch that fits"):
             record = steps.with_reference_traced(fit, record, batch)
-            scaling, search = searched_in_slices(
-                steps.scaling_of(fit, record, batch), partial(_search, fit, record, at_most)
-            )
+            find = partial(_search, fit, record, at_most)
+            scaling, search = searched_in_slices(steps.scaling_of(fit, record, batch), find)
+            if isinstance(wanted, int) and at_most is not None:
+                in_slices = steps.scalings_in_slices(record, scaling, at_most, _limit(fit, record))
+                scaling, search = searched_further(scaling, search, in_slices, at_most, find)
             record = _with(record, scaling=scaling)
     except (UnsupportedModelError, *NOT_FOUND) as error:
         return _as_given(fit, record, tell.no_larger_batch(error))

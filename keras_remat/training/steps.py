@@ -11,12 +11,19 @@ not: nothing that it measures decides, except that it ran out of memory.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeGuard
 
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.batch_size.scaling import batch_scaling
-from keras_remat.batch_size.step_scaling import AnyScaling, sliced_scaling
+from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
+from keras_remat.batch_size.step_scaling import (
+    AnyScaling,
+    SlicedScaling,
+    scalings_below,
+    sliced_scaling,
+)
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
@@ -365,6 +372,21 @@ def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> AnyScaling:
         if sliced is not None:
             return sliced
     return batch_scaling(backend, fit.model, problem, batch, measured)
+
+
+def scalings_in_slices(
+    record: FitRecord, scaling: AnyScaling, wanted: int, limit: Limit
+) -> Iterator[SlicedScaling]:
+    """Yields what the reference shape's step costs with some ops in slices, where it runs whole.
+
+    Args:
+        scaling: what it costs with whole ops; of a step in slices nothing follows.
+        wanted: the batch size that is to be reached.
+        limit: that it has to keep to.
+    """
+    shape = record.running.reference_shape
+    if isinstance(shape, TracedShape) and isinstance(scaling, BatchScaling):
+        yield from scalings_below(scaling, shape.costs.traced, shape.batch_size, wanted, limit)
 
 
 def whole_problem(record: FitRecord) -> Problem | None:

@@ -1,5 +1,7 @@
 """A step in slices at batch sizes that were never traced, and the largest of those that trains."""
 
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,14 @@ from tight_limit import with_margin
 import keras_remat
 from keras_remat.backends.tensorflow import backend
 from keras_remat.batch_size.scaling import batch_scaling
-from keras_remat.batch_size.step_scaling import SlicedScaling, in_slices
+from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.step_scaling import (
+    SlicedScaling,
+    in_slices,
+    scalings_below,
+    searched_further,
+)
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.slices import Slicing
 from keras_remat.errors import InvalidProblemError, UnsupportedModelError
@@ -54,6 +63,33 @@ def test_slices_at_another_size_are_those_of_a_trace_of_that_size():
     with pytest.raises(UnsupportedModelError, match="does not run in slices"):
         in_slices(step, Slicing((len(step.graph.ops) + 1,), 4))
     assert in_slices(step, None) is step
+
+
+def test_a_size_that_whole_ops_do_not_reach_is_searched_in_slices():
+    model, (x, y) = head()
+    batch = BACKEND.example_batch(model, (x[:256], y[:256]))
+    step = BACKEND.trace(model, batch)
+    whole = batch_scaling(BACKEND, model, costs_of(step), batch)
+    resident = whole.at(1024).profile.resident_bytes
+    limit = Limit(resident + (whole.at(1024).floor_bytes - resident) * 7 // 10, 0.0)
+
+    def search(scaling, share):
+        parts = 1 if scaling.slicing is None else scaling.slicing.parts
+        return search_batch_size(
+            scaling, 256, limit, BACKEND, at_most=1024, time_limit_s=3 * share, multiple=parts
+        )
+
+    found = search(whole, 1.0)
+    assert 256 <= found.max_batch_size < 1024
+    in_slices = list(scalings_below(whole, step, 256, 1024, limit))
+    scaling, further = searched_further(whole, found, in_slices, 1024, search)
+    assert further.max_batch_size == 1024
+    assert 256 % scaling.slicing.parts == 0
+    assert scaling.whole is whole
+    assert f"in {scaling.slicing.parts} slices" in str(further)
+    reached = found.max_batch_size
+    assert searched_further(whole, found, in_slices, reached, search) == (whole, found)
+    assert list(scalings_below(whole, replace(step, slicer=None), 256, 1024, limit)) == []
 
 
 def test_a_batch_below_the_floor_is_where_a_search_in_slices_begins():

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import warnings
 from dataclasses import replace
 
 import keras
@@ -279,6 +280,15 @@ def test_a_batch_that_trains_in_slices_is_enlarged():
     assert report.batch_size == report.max_batch_size > 16
     assert callback.plan.slicing is not None
     assert callback.plan.measured.peak_bytes <= limit
+    callback = keras_remat.RematAutotune(
+        limit, "fastest", solver_time_limit_s=2, compilation="ordered", verbose=0, profile_steps=1
+    )
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        model.fit(x, y, batch_size=16, epochs=4, shuffle=False, verbose=0, callbacks=[callback])
+    (told,) = [e.message for e in callback.report.events if "Samples per second" in e.message]
+    assert " at 16" in told
+    assert told.count(" at ") > 1  # and at a larger size
+    assert callback.plan.slicing is not None
 
 
 def test_a_saved_plan_in_slices_trains_the_model_again(tmp_path):
