@@ -120,6 +120,17 @@ class Target:
         return self.chip is None
 
     @property
+    def memory_bytes(self) -> int:
+        """Returns all its memory, which is more than a framework uses of it by default.
+
+        Raises:
+            ValueError: nobody has said how much that is.
+        """
+        if self.total_bytes is None:
+            raise ValueError(f"the target {self.device!r} has no total_bytes: give some")
+        return self.total_bytes
+
+    @property
     def on_gpu(self) -> bool:
         """Returns whether it is a GPU."""
         return self.platform == "gpu"

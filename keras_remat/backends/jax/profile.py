@@ -32,7 +32,7 @@ from keras_remat.backends.jax.kinds import (
 )
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
-from keras_remat.backends.xla.kernel_costs import op_time_s
+from keras_remat.backends.xla.kernel_costs import INDEX_BYTES, op_time_s
 from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
 from keras_remat.core.target import Rates, Target
@@ -49,9 +49,6 @@ and for the kernel's gradient of a grouped convolution, in sizes of an ungrouped
 
 EMULATED = 2
 """Sizes of a 16-bit value that its copy in 32 bits takes."""
-
-INDEX_BYTES = 4
-"""XLA:GPU looks for the largest elements of pooling's windows with one index per dimension."""
 
 
 CUBLAS_BYTES = 4 * MIB

@@ -13,6 +13,9 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Rates
 
+INDEX_BYTES = 4
+"""XLA:GPU looks for the largest elements of pooling's windows with one index per dimension."""
+
 FUSED_SHARE = 0.1
 """What an elementwise op costs when it runs again, of what it would cost as a kernel of its own: it
 is fused into its readers, writes nothing, and much of what it reads they read too. XLA fuses it

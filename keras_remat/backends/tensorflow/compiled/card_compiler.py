@@ -120,10 +120,8 @@ class AbsentDevice(TensorFlowDevice):
         return 0
 
     def total_bytes(self) -> int:
-        """Returns all the memory of the card, which is more than a framework uses by default."""
-        if self._target.total_bytes is None:
-            raise ValueError(f"the target {self._target.device!r} has no total_bytes: give some")
-        return self._target.total_bytes
+        """Returns all the memory of the card."""
+        return self._target.memory_bytes
 
     def limit_source(self) -> str:
         """Returns in words where :meth:`total_bytes` comes from."""

@@ -18,15 +18,12 @@ from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
 from keras_remat.backends.tensorflow.ordered.profile import multiply_adds
 from keras_remat.backends.xla.fusion import Equation
-from keras_remat.backends.xla.kernel_costs import op_time_s
+from keras_remat.backends.xla.kernel_costs import INDEX_BYTES, op_time_s
 from keras_remat.core.profile import Profile
 from keras_remat.core.target import Rates, Target
 
 CPU_BUFFERS = {"StatelessRandomUniformV2": 4, "StatelessRandomUniform": 4}
 """Operations XLA:CPU expands into loops that need buffers of the result's size, and how many."""
-
-INDEX_BYTES = 4
-"""XLA:GPU looks for the largest elements of pooling's windows with one index per dimension."""
 
 
 def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -> Profile:
