@@ -36,7 +36,7 @@ _Floats = np.ndarray
 
 @dataclass(frozen=True)
 class CostFit:
-    """Affine costs of one train step's ops at any batch size.
+    """Fits affine costs of one train step's ops at any batch size.
 
     Args:
         profiles: batch size → the profile measured at it; the same ops in all, two sizes at least.

@@ -212,7 +212,7 @@ class Console:
 
 @dataclass(eq=False)
 class _Task:
-    """Something that runs, and after how many seconds a file gets the next line of it."""
+    """Tells of something that runs, and after how many seconds a file gets the next line of it."""
 
     text: str
     began_s: float
@@ -220,8 +220,8 @@ class _Task:
 
 
 class SearchLine:
-    """Best overhead and bound while a solver runs: a bar over the time limit on a terminal, else a
-    line per improvement."""
+    """Shows the best overhead and bound while a solver runs: a bar over the time limit on a
+    terminal, else a line per improvement."""
 
     def __init__(self, stream: TextIO, problem: Problem, time_limit_s: float):
         self._stream, self._problem, self._time_limit_s = stream, problem, time_limit_s

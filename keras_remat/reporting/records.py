@@ -49,7 +49,7 @@ class Planned(Protocol):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: ``step`` counts train steps of this ``fit`` from 0."""
+    """Tells of something that happened: ``step`` counts train steps of this ``fit`` from 0."""
 
     step: int
     kind: str

@@ -336,8 +336,8 @@ class _Search:
             self.raise_bound(bound_s)
 
     def _intervals(self, known: list[Order]) -> None:
-        """Interval search on the order of first runs of the best schedule; ``known`` are schedules
-        to take candidates from."""
+        """Searches intervals on the order of first runs of the best schedule; ``known`` are
+        schedules to take candidates from."""
         start = self.incumbent.order
         if start is None:
             return

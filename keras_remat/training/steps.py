@@ -6,6 +6,8 @@ record comes in and another one goes out. A step that runs out of memory is undo
 
 The first call of a step traces and tunes kernels, which takes time and memory that later calls do
 not: nothing that it measures decides, except that it ran out of memory.
+
+One file, though a little long: a new shape's step, an attempt and its costs look at one record.
 """
 
 from __future__ import annotations

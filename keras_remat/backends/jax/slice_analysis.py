@@ -51,7 +51,7 @@ class Loop:
 
 
 class Analysis:
-    """Along which axes the values of a program are sliced, and how its equations are.
+    """Says along which axes the values of a program are sliced, and how its equations are.
 
     Args:
         program: the equations.

@@ -91,7 +91,7 @@ class Node:
 
     @property
     def predicate(self) -> tuple[tuple[int, bool], ...]:
-        """See :class:`~keras_remat.backends.torch.recorder.Call`."""
+        """Returns when it runs; see :class:`~keras_remat.backends.torch.recorder.Call`."""
         return () if self.call is None else self.call.predicate
 
     @property

@@ -239,7 +239,7 @@ def _normalization(op: Operands) -> Ways:
 
 
 def _batch_normalization(op: Operands) -> Ways:
-    """With statistics that are given; others look at the whole batch."""
+    """Yields a way with statistics that are given; others look at the whole batch."""
     if op.arguments.get("training") or op.arguments.get("train"):
         return
     if "grad_out" in op.shapes:
@@ -266,7 +266,8 @@ def _index_selection(op: Operands) -> Ways:
 
 
 def _negative_log_likelihood(op: Operands) -> Ways:
-    """Of every sample by itself; the weight of all is 0 then, and read by nobody."""
+    """Yields a way for the loss of every sample by itself; the weight of all is 0 then, and read by
+    nobody."""
     if op.arguments["reduction"] or len(op.shapes["self"]) < 2:
         return
     modes: dict[str, Mode] = {"self": 0, "target": 0}

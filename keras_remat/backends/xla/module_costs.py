@@ -160,7 +160,7 @@ class _Module:
         return math.fsum(f for f, _ in found), math.fsum(w for _, w in found)
 
     def _flops_of(self, one: Instruction, operands: Sequence[Instruction]) -> tuple[float, float]:
-        """FLOPs of an instruction, and the same in those of a 32-bit product."""
+        """Returns FLOPs of an instruction, and the same in those of a 32-bit product."""
         if one.kind in MOVING or not one.arrays:
             return 0.0, 0.0
         target = one.of(r'custom_call_target="([^"]+)"')
@@ -187,8 +187,8 @@ def _dot_flops(one: Instruction, left: Instruction) -> float:
 
 
 def _convolution_flops(one: Instruction, operands: Sequence[Instruction], target: str) -> float:
-    """Every element of the output is a sum over the kernel's places and input channels; for the
-    gradients, too."""
+    """Returns FLOPs. Every element of the output is a sum over the kernel's places and input
+    channels; for the gradients, too."""
     result, first, second = one.arrays[0], operands[0].arrays[0], operands[1].arrays[0]
     kernel, output = second, result
     if "BackwardInput" in target:
@@ -274,7 +274,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Position of the bracket that closes the first one."""
+    """Returns the position of the bracket that closes the first one."""
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

@@ -40,7 +40,7 @@ class CpSatProcessError(RematError):
 
 @dataclass
 class Program:
-    """Minimize ``Σ cost[i]·x[i]`` over 0-1 variables.
+    """Asks for the least ``Σ cost[i]·x[i]`` over 0-1 variables.
 
     Attributes:
         cost: one integer per variable.

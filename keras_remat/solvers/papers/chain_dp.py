@@ -170,7 +170,7 @@ class Stages:
 
 
 class Table:
-    """C(s, t, m) for all blocks and amounts of memory.
+    """Holds C(s, t, m) for all blocks and amounts of memory.
 
     Args:
         stages: the chain.

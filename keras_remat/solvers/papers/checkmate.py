@@ -47,7 +47,7 @@ COST_OF_STORE_ALL = 1000.0  # solvers have absolute tolerances, so costs are sca
 
 
 class Program(LinearProgram):
-    """Checkmate's program of a problem.
+    """Holds Checkmate's program of a problem.
 
     The cost leaves out the first run of every op, which is no variable, and is scaled;
     :meth:`seconds` turns it back.

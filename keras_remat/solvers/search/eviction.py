@@ -54,8 +54,8 @@ class StuckError(Exception):
 
 
 class Eviction:
-    """State of one pass over the base order, a legal order without recomputation of at least the
-    needed ops.
+    """Holds the state of one pass over the base order, a legal order without recomputation of at
+    least the needed ops.
 
     :meth:`run` raises :class:`StuckError` when nothing can be evicted and the next op does not fit,
     when the recomputations explode, when a schedule faster than ``worse_than_s`` is out of reach,

@@ -33,7 +33,7 @@ from keras_remat.errors import UnsupportedModelError
 
 
 class _Writer:
-    """TensorFlow as :class:`keras_remat.backends.xla.protect.Writer`: values are tensors of the
+    """Is TensorFlow as :class:`keras_remat.backends.xla.protect.Writer`: values are tensors of the
     function that is traced."""
 
     def __init__(self, program: FlatProgram, uses_branches: bool, uses_barriers: bool = False):
@@ -61,8 +61,8 @@ class _Writer:
         return bool(value.dtype.is_floating or value.dtype.is_complex)
 
     def may_guard(self, equation: Any, value: Any) -> bool:
-        """XLA wants shapes, axes and permutations when it compiles: integers, and no random
-        keys."""
+        """Returns whether XLA may learn a value late: it wants shapes, axes and permutations when
+        it compiles, which are integers and no random keys."""
         known_late = self.is_inexact(value) or value.dtype.is_bool or value.dtype.is_unsigned
         return bool(known_late or equation.kind in KINDS.elementwise)
 

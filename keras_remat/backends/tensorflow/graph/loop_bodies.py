@@ -163,7 +163,7 @@ def _merged(before: BodyMode, after: BodyMode | None) -> BodyMode:
 
 @dataclass(frozen=True)
 class _Written:
-    """A function written into a graph.
+    """Holds a function written into a graph.
 
     Args:
         given: its arguments.

@@ -139,9 +139,9 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def _executor(self) -> Executor:
-        """It waits for control edges, too. Those that the gradients of some ops have, so that they
-        do not run before their gradient comes, are no ``after`` of our ops, because they would
-        forbid orders."""
+        """Returns the executor, which waits for control edges, too. Those that the gradients of
+        some ops have, so that they do not run before their gradient comes, are no ``after`` of our
+        ops, because they would forbid orders."""
         waits = {
             name: [before for before in map(node_of, node.input) if before in self.nodes]
             for name, node in self.nodes.items()

@@ -257,8 +257,8 @@ class Translation:
     def _phases(
         self, order: list[str], data: Mapping[str, set[str]], after: Mapping[str, set[str]]
     ) -> dict[str, str]:
-        """Backward: traced by the gradient tape, or between two such ops; update: what else depends
-        on those; forward: the rest.
+        """Returns the phase of every op. Backward: traced by the gradient tape, or between two such
+        ops; update: what else depends on those; forward: the rest.
 
         A weight's update may depend on its gradient only through a slot that is assigned and read
         again, hence ``after``. The lists that a loop fills for its gradient are traced by the tape,

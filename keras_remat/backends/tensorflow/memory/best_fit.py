@@ -59,7 +59,7 @@ class Block:
 
 
 class BestFitAllocator:
-    """Best fit with coalescing, over one region or growing ones.
+    """Allocates by best fit with coalescing, over one region or growing ones.
 
     Args:
         smallest_bytes: requests below this are not served here (they return ``None`` and count

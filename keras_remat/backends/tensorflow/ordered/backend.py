@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class _Recorder:
-    """:class:`.profiler.recorder.Recorder` behind the backend's interface.
+    """Holds a :class:`.profiler.recorder.Recorder` behind the backend's interface.
 
     Args:
         memory: is told what a recording shows of the allocator's pool; ``None`` where the pool is
