@@ -106,6 +106,7 @@ PARTS = {
 }
 #: Whose variables Keras's own step that finds no more data changes once more.
 CHANGED_WITHOUT_DATA = {"constraint", "noise", "seeded dropout", "spectral"}
+RANDOM = {"noise", "seeded dropout"}
 #: Optimizer → what makes it.
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),

@@ -53,10 +53,12 @@ class Aside:
         self._newest_begun = -1
         self._ended = ended
         self._counted: int | None = None
+        self._counted_before = 0  # of validation, where the model does not reset its loss
 
     def epoch_begins(self) -> None:
         """Begins to count an epoch's samples."""
         self._newest_begun, self._counted = -1, None
+        self._counted_before = samples_counted(self._fit.model) or 0
         self._ended.clear()
 
     def passes(self, batch: int) -> bool:
@@ -76,7 +78,10 @@ class Aside:
     def pauses(self) -> None:
         """Looks at the steps before something that is no training."""
         if self._watch.steps:
-            self._counted = samples_counted(self._fit.model)
+            counted = (samples_counted(self._fit.model) or 0) - self._counted_before
+            self._counted = (
+                counted if counted > 0 else None
+            )  # a step of the model's own counts none
             self._take(self._watch.look())
 
     def epoch_ends(self, epoch_iterator: Any) -> None:

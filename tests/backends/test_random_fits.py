@@ -95,6 +95,8 @@ def check_counts(case, ours, report):
     guests = {ours.diary.count(GUEST), 0} if case.action == "guest" else {0}
     is_told = case.source == "arrays" or case.action not in ("guest", "evaluate")
     is_told &= not case.is_refused  # nobody counts then
+    if case.updates_a_part and not ON_JAX and case.source != "arrays":  # nor does its own step
+        guests = range(1 - case.size * case.per_call, max(guests) + 1)
     assert not is_told or trained - counted in guests, case
 
 
@@ -113,7 +115,7 @@ def covering(seeds):
 
 
 #: The cases that have most of all choices: the others are slow tests.
-IN_DEFAULT_RUN = covering(range(IN_ALL))[: 3 if ON_JAX else 4]
+IN_DEFAULT_RUN = covering(range(IN_ALL))[: 2 if ON_JAX else 3]
 
 
 @pytest.mark.parametrize("seed", IN_DEFAULT_RUN)

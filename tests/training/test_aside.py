@@ -6,7 +6,7 @@ from fake_backend import FakeBackend, event_kinds, store_all_peak
 from fake_fit import fitted
 
 from keras_remat.core.events import EventKind
-from keras_remat.training import callers
+from keras_remat.training import aside, callers
 
 SIZES = [8] * 10
 
@@ -111,3 +111,12 @@ def test_near_the_limit_the_steps_are_watched_from_inside(of_one_size):
     assert own[-5:] == [False] * 5
     assert callback.plan is None
     assert sum(epoch.samples for epoch in callback.report.epochs) == 4 * 80
+
+
+@pytest.mark.parametrize("left", [0, 7])
+def test_a_step_that_leaves_keras_s_loss_alone_has_its_batches_taken_for_whole(left, monkeypatch):
+    """Its count stays 0, or what validation has left of it, and says nothing of a generator."""
+    counts = iter([0, left, left])
+    monkeypatch.setattr(aside, "samples_counted", lambda model: next(counts))
+    callback, _ = fit(FakeBackend())
+    assert [epoch.samples for epoch in callback.report.epochs] == [80, 80]
