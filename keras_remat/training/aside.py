@@ -78,10 +78,7 @@ class Aside:
     def pauses(self) -> None:
         """Looks at the steps before something that is no training."""
         if self._watch.steps:
-            counted = (samples_counted(self._fit.model) or 0) - self._counted_before
-            self._counted = (
-                counted if counted > 0 else None
-            )  # a step of the model's own counts none
+            self._counted = samples_counted(self._fit.model)
             self._take(self._watch.look())
 
     def epoch_ends(self, epoch_iterator: Any) -> None:
@@ -114,11 +111,12 @@ class Aside:
         fit, size = self._fit, self._loader_size
         is_empty = not any(batch >= self._newest_begun for batch in self._ended)
         samples, steps = (size * self._a_call, self._a_call) if is_empty else (0, 0)
-        if self._counted is None:
+        counted = (self._counted or 0) - (0 if is_loop else self._counted_before)
+        if counted <= 0:  # a step of the model's own counts none
             return samples, steps
-        less = fit.counter.samples - samples - self._counted
-        if is_loop and self._counted <= size <= less:
-            return size - self._counted, 0
+        less = fit.counter.samples - samples - counted
+        if is_loop and counted <= size <= less:
+            return size - counted, 0
         if self._may_grow:
             return samples + less, steps
         return (samples + less, steps + less // size) if 0 <= less < size * self._a_call else (
