@@ -222,14 +222,14 @@ def added_bytes_of(traced: Any) -> Callable[[Problem, Schedule | None], int]:
 
         return on_jax
     from keras_remat.backends.tensorflow import private
-    from keras_remat.backends.tensorflow.compiled.card_compiler import CardCompiler
     from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
+    from keras_remat.backends.xla.card_compiler import CardCompiler
 
     compiler = CardCompiler()
 
     def on_tensorflow(problem: Problem, schedule: Schedule | None) -> int:
         step = traced if schedule is None else LoweredStep(traced, schedule)
-        return compiler.added_bytes(private.serialized_hlo(step.function), traced.target)
+        return compiler.compiled(private.serialized_hlo(step.function), traced.target).added_bytes
 
     return on_tensorflow
 

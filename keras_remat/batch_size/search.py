@@ -409,8 +409,9 @@ class SizeSearch:
         problem = self._problem_at(size)
         if not is_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
             return False
-        self.work.predict(problem)
-        return self.limit.fits(self.backend.memory.peak_bytes(problem, order))
+        memory = self.backend.memory
+        self.work.predict(problem, replays=memory.order_matters)
+        return self.limit.fits(memory.peak_bytes(problem, order))
 
     def result(self) -> BatchSearch:
         """Returns what was found."""

@@ -33,8 +33,9 @@ class SearchOptions:
         patience: how many times the seconds of counted work the clock may show before it ends a
             solve or the search.
         least_solve_clock_s, least_clock_s: what it may show at least.
-        prediction_s: seconds of work for an op of a predicted peak, with the problem at its size:
-            an allocator's replay takes 70 to 210 microseconds.
+        replay_s, simulation_s: seconds of work for an op of a predicted peak, with the problem at
+            its size: an allocator's replay takes 70 to 210 microseconds, and a simulation, which
+            does where the order of ops does not matter, 55 on a busy machine.
         compiling: of the time limit, what is waited for the moves of the searches to become machine
             code: with slower ones they make fewer, and find less.
     """
@@ -57,7 +58,8 @@ class SearchOptions:
     patience: float = 3.0
     least_solve_clock_s: float = 2.0
     least_clock_s: float = 10.0
-    prediction_s: float = 2e-4
+    replay_s: float = 2e-4
+    simulation_s: float = 5e-5
     compiling: float = 0.25
 
 
@@ -90,10 +92,16 @@ class SearchWork:
         ``afterwards_s``."""
         return self._seconds if time.perf_counter() + afterwards_s < self.deadline_s else 0.0
 
-    def predict(self, problem: Problem) -> None:
-        """Takes one prediction of a peak off what is left."""
+    def predict(self, problem: Problem, *, replays: bool) -> None:
+        """Takes one prediction of a peak off what is left.
+
+        Args:
+            problem: the step at a size.
+            replays: whether an allocator is replayed for it, or bytes alive are simulated.
+        """
         if not self._of_solves:
-            self._seconds -= OPTIONS.prediction_s * len(problem.graph.ops)
+            each_s = OPTIONS.replay_s if replays else OPTIONS.simulation_s
+            self._seconds -= each_s * len(problem.graph.ops)
 
     def take(self, problem: Problem, solver: str, solve_s: float) -> float:
         """Takes one solve off what is left, and returns with how much patience it may run."""

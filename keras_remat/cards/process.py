@@ -196,7 +196,7 @@ def _card_backend() -> Callable[[Target], Any]:
 
         return JaxBackend
     from keras_remat.backends.tensorflow.compiled import CompiledBackend
-    from keras_remat.backends.tensorflow.compiled.card_compiler import CardCompiler
+    from keras_remat.backends.xla.card_compiler import CardCompiler
 
     compiler = CardCompiler()
     return lambda target: CompiledBackend(target, compiler)

@@ -37,8 +37,8 @@ from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
 from keras_remat.planning.slicing import plan_in_slices
 
 #: Of the seconds for one card, what solving for a plan may take, finding the smallest peak where
-#: there is none, and searching for the largest batch.
-_PLAN_SHARE, _SMALLEST_SHARE, _SEARCH_SHARE = 0.5, 0.25, 0.25
+#: there is none, and searching for the largest batch, a third of which is counted as work.
+_PLAN_SHARE, _SMALLEST_SHARE, _SEARCH_SHARE = 0.5, 0.25, 0.75
 #: The same for each try of some ops in slices.
 _SLICED_SHARE = 0.25
 #: So many cards' steps are written down before the first answer is waited for.
@@ -273,14 +273,18 @@ class AskedStep:
                 in_slices = scaling_in_slices(scaling, begun.sliced, size)
         except UnsupportedModelError as error:
             return _and_told(row, f"Other batches are not known: {error}")
-        plain, planned = self._largest(begun, scaling)
+        plain, planned, reason = self._largest(begun, scaling)
         if begun.sliced is not None:
             planned = max(planned, self._largest(begun, in_slices, in_slices.slicing.parts)[1])
+        if planned and planned == plain:
+            row = _and_told(row, f"No plan for a larger batch was found: {reason}.")
         return replace(row, max_batch_plain=plain, max_batch_planned=planned)
 
-    def _largest(self, begun: _Begun, scaling: AnyScaling, multiple: int = 1) -> tuple[int, int]:
-        """Returns the largest batches by prediction, plain and with a plan; 0 where not one sample
-        fits.
+    def _largest(
+        self, begun: _Begun, scaling: AnyScaling, multiple: int = 1
+    ) -> tuple[int, int, str]:
+        """Returns the largest batches by prediction, plain and with a plan, 0 where not one sample
+        fits, and why there is no larger one.
 
         Args:
             multiple: sizes are multiples of it.
@@ -290,9 +294,13 @@ class AskedStep:
                 scaling, batch_size_of(self._batch), begun.limit, begun.backend,
                 time_limit_s=_SEARCH_SHARE * self._time_limit_s, multiple=multiple, seed=self._seed,
             )  # fmt: skip
-        except NOT_FOUND:
-            return 0, 0
-        return search.plain_batch_size, search.max_batch_size
+        except NOT_FOUND as error:
+            return 0, 0, str(error)
+        tried = [
+            f"batch {probe.batch_size}: {probe.reason}" for probe in search.probes if probe.reason
+        ]
+        told = tried[-1] if tried else "no time was left for the search"
+        return search.plain_batch_size, search.max_batch_size, told.rstrip(".")
 
     def _scaling(self, backend: Backend, problem: Problem) -> BatchScaling:
         size, fingerprint = batch_size_of(self._batch), problem.graph.fingerprint

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tight_limit import with_margin
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.found import overhead_bound
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.search_work import SearchWork
 from keras_remat.core.limit import Limit
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import (
@@ -348,3 +350,14 @@ def test_a_fixed_batch_is_named_instead_of_a_size_that_nobody_asked_for(models):
         find_max_batch_size(model, 32, "8GiB", profile="estimated")
     with pytest.raises(RematError, match="A limit of"):  # no half of the batch can be tried
         find_max_batch_size(model, (x, y), "1KiB")
+
+
+@pytest.mark.parametrize(("replays", "times"), [(True, 4), (False, 16)])
+def test_a_simulated_peak_takes_less_work_than_a_replayed_one(replays, times):
+    """A graph of 1,500 ops in a few seconds of work: there is time for solves beside it."""
+    each, work = SimpleNamespace(graph=SimpleNamespace(ops=range(1250))), SearchWork(1.0)
+    for _ in range(times - 1):
+        work.predict(each, replays=replays)
+        assert work.left_s() > 0
+    work.predict(each, replays=replays)
+    assert work.left_s() <= 1e-9

@@ -5,15 +5,15 @@ JAX's CUDA plugin compiles without a driver, for a device of which it is told th
 compiled for it, and ``memory_analysis()`` is the buffer assignment of XLA:GPU. Neither cuDNN nor a
 GPU is asked, so the scratch memory of a library's kernels is not in the bytes.
 
-Buffers are assigned before kernels are written. What is compiled here never runs, so its kernels
-are not assembled (:func:`compiler_options`): for a step of LSTM layers that took 4 of 10 seconds.
+Buffers are assigned before kernels are written. What is compiled here never runs, so it is compiled
+no further than that, in a process of its own (:mod:`keras_remat.backends.jax.hlo`).
 
 Reference: ``jax.experimental.topologies``; the fields are those of XLA's ``GpuDeviceInfoProto``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ import jax
 from jax.experimental import topologies
 
 from keras_remat.backends.versions import check_card_compiler
+from keras_remat.backends.xla.card_compiler import CardCompiler
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
@@ -68,20 +69,47 @@ done
 
 
 @contextmanager
-def compiler_options() -> Iterator[dict[str, int | str]]:
+def compiler_options(written: Path | None = None) -> Iterator[dict[str, Any]]:
     """Yields the options of a step that is compiled for a card that is not there: no kernels are
     tried, and a stand-in is in the place of NVIDIA's assembler. Where that cannot be run, XLA finds
     the real one.
 
     The stand-in lies in a folder for as long as one step is compiled: what removes a folder when a
     process ends does not run in every process.
+
+    Args:
+        written: a folder for what XLA writes down on its way, as text.
     """
     with TemporaryDirectory(prefix="keras_remat_") as folder:
         assembler = Path(folder) / "bin" / "ptxas"
         assembler.parent.mkdir()
         assembler.write_text(_ASSEMBLER, encoding="ascii")
         assembler.chmod(0o700)
-        yield {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": folder}
+        options = {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": folder}
+        if written is not None:
+            options |= {"xla_dump_to": str(written), "xla_dump_hlo_as_text": True}
+        yield options
+
+
+@cache
+def compiler() -> CardCompiler:
+    """Returns what compiles for cards: one process for all steps.
+
+    Raises:
+        MissingPackageError, UnsupportedModelError: see
+            :func:`~keras_remat.backends.versions.check_card_compiler`.
+    """
+    return CardCompiler()
+
+
+def lowered(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
+    """Writes ``(state, batch) → (logs, state)`` down for a GPU, with the state donated.
+
+    Args:
+        step: what is written.
+        state, batch: shapes and dtypes.
+    """
+    return jax.jit(step, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
 
 
 @cache
@@ -109,9 +137,3 @@ def sharding(target: Target) -> Any:
         ) from error
     mesh = topologies.make_mesh(topology, (1,), ("card",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-
-def lying_on(specs: Any, target: Target) -> Any:
-    """Returns shapes and dtypes as those of arrays that lie on a card that is not there."""
-    lies = sharding(target)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), specs)

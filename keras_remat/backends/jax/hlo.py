@@ -1,47 +1,68 @@
-"""Compile what another framework has lowered to HLO, for a card that is not there.
+"""Compile steps for cards that are not there, as far as their buffers.
 
-``python -m keras_remat.backends.jax.hlo`` is the process in which that happens: Keras on TensorFlow
-asks it (:mod:`keras_remat.backends.tensorflow.compiled.card_compiler`), so JAX is never loaded
-beside TensorFlow. It reads pickled pairs of a target and a serialized module from its standard
-input, and answers each with a pickled :class:`~keras_remat.backends.jax.measure.StepMemory`, or
-with the exception. The end of its input ends it.
+``python -m keras_remat.backends.jax.hlo FOLDER`` is the process in which that happens;
+:mod:`keras_remat.backends.xla.card_compiler` asks it. It reads pickled pairs of a target and a
+module from its standard input, and answers each with a pickled
+:class:`~keras_remat.backends.xla.card_compiler.CardStep`, or with the exception. The end of its
+input ends it, and the folder goes with it.
 
-The HLO is what TensorFlow gives for its CPU. Nothing of a device is in it before it is compiled.
+XLA has no option that ends a compilation when buffers are assigned. So every module is compiled in
+a fork of this process, which has loaded JAX and begun nothing: what XLA writes down on its way is
+read as soon as the first kernel is written, and the fork ends there.
+
+A module is bytecode of StableHLO, or the HLO that TensorFlow gives for its CPU. Nothing of a device
+is in either before it is compiled.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import re
+import shutil
 import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 
 from keras_remat.backends.jax import absent_device, private
-from keras_remat.backends.jax.measure import StepMemory, is_out_of_memory, memory_of
+from keras_remat.backends.jax.measure import is_out_of_memory
+from keras_remat.backends.xla.card_compiler import CardStep
 from keras_remat.core.target import Target
 from keras_remat.errors import RematError, UnsupportedModelError
 
+_POLL_S = 0.02
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$", re.MULTILINE)
+#: How the names of the files end: the module, its buffers, and the first kernel.
+_OPTIMIZED, _KERNELS = "gpu_after_optimizations.txt", ".ll"
+_ASSIGNED = "gpu_after_optimizations-buffer-assignment.txt"
 
-def compiled_memory(module: bytes, target: Target) -> StepMemory:
-    """Returns what a step takes on a card that is not there.
+
+def compiled_to_the_end(module: bytes, target: Target, written: Path | None = None) -> Any:
+    """Compiles a module for a card that is not there, kernels included, and returns its memory
+    analysis.
 
     Args:
-        module: a serialized ``HloModuleProto``.
+        module: see above.
         target: the card.
+        written: a folder for what XLA writes down on its way.
 
     Raises:
         MissingPackageError: the compiler is not installed.
         UnsupportedModelError: the compiler does not take the card, or the step.
     """
-    (device,) = absent_device.sharding(target).device_set
     try:
-        with absent_device.compiler_options() as options:
-            return memory_of(private.compile_hlo(module, device, options))
+        (device,) = absent_device.sharding(target).device_set
+        with absent_device.compiler_options(written) as options:
+            return private.compile_module(module, device, options)
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error):
-            return StepMemory(0, 0, 0, int(target.total_bytes or 0))
+            return CardStep(temp_size_in_bytes=int(target.total_bytes or 0))
         raise UnsupportedModelError(_refused(error)) from error
     except ValueError as error:  # what the front end cannot read
         raise UnsupportedModelError(_refused(error)) from error
@@ -52,7 +73,76 @@ def _refused(error: Exception) -> str:
     return f"XLA:GPU does not compile the step: {told[0][:200]}"
 
 
-def main() -> None:
+def step_in(written: Path) -> CardStep:
+    """Returns what XLA wrote down of a step whose buffers are assigned.
+
+    Args:
+        written: the folder.
+    """
+    sizes: Counter[str] = Counter()
+    for nbytes, of in _ALLOCATION.findall(_read(written, _ASSIGNED)):
+        is_argument, is_result = of.startswith("parameter"), "maybe-live-out" in of
+        sizes["argument"] += is_argument * int(nbytes)
+        sizes["output"] += is_result * int(nbytes)
+        sizes["alias"] += (is_argument and is_result) * int(nbytes)
+        sizes["temp"] += ("preallocated-temp" in of and not is_result) * int(nbytes)
+    return CardStep(
+        argument_size_in_bytes=sizes["argument"],
+        output_size_in_bytes=sizes["output"],
+        alias_size_in_bytes=sizes["alias"],
+        temp_size_in_bytes=sizes["temp"],
+        text=_read(written, _OPTIMIZED),
+    )
+
+
+def _read(written: Path, name: str) -> str:
+    (path,) = written.glob(f"*{name}")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _answer(module: bytes, target: Target, written: Path) -> Any:
+    """Returns what a step takes, or why that is not known, as soon as it is."""
+    ended: list[Any] = []
+
+    def compile_step() -> None:
+        try:
+            ended.append(compiled_to_the_end(module, target, written))
+        except Exception as error:  # whatever a compiler raises
+            known = isinstance(error, RematError)
+            ended.append(error if known else UnsupportedModelError(_refused(error)))
+
+    compiling = threading.Thread(target=compile_step, daemon=True)
+    compiling.start()
+    while compiling.is_alive() and not any(written.glob(f"*{_KERNELS}")):
+        time.sleep(_POLL_S)
+    told = ended[0] if ended else None
+    return told if isinstance(told, (CardStep, Exception)) else step_in(written)
+
+
+def _in_a_fork(module: bytes, target: Target) -> Any:
+    """Returns the same of a fork of this process, which ends with it."""
+    told, tell = os.pipe()
+    with TemporaryDirectory(prefix="keras_remat_") as written:
+        fork = os.fork()
+        if not fork:
+            try:
+                os.close(told)
+                with os.fdopen(tell, "wb") as answer:
+                    pickle.dump(_answer(module, target, Path(written)), answer)
+            finally:
+                os._exit(0)
+        os.close(tell)
+        with os.fdopen(told, "rb") as answer:
+            pickled = answer.read()
+        os.waitpid(fork, 0)
+    if not pickled:
+        return UnsupportedModelError(
+            "The process that compiles for cards ended, for want of memory for instance."
+        )
+    return pickle.loads(pickled)
+
+
+def main(folder: Path) -> None:
     """Answers until its input ends."""
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what a compiler prints is no answer
@@ -60,15 +150,11 @@ def main() -> None:
             try:
                 target, module = pickle.load(sys.stdin.buffer)
             except EOFError:
-                return
-            answer: Any
-            try:
-                answer = compiled_memory(module, target)
-            except RematError as error:
-                answer = error
-            pickle.dump(answer, answers)
+                break
+            pickle.dump(_in_a_fork(module, target), answers)
             answers.flush()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -4,13 +4,12 @@ step beside it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from keras_remat.backends.jax import absent_device
+from keras_remat.backends.jax import absent_device, private
 from keras_remat.backends.jax.kinds import CONVOLUTION, is_channels_first, kinds_of
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.sharding import mesh_of
@@ -151,16 +150,17 @@ def _written(
     target: Target | None,
 ) -> Callable[[], Any]:
     """Writes a step down, which is JAX's own time; what is returned is the compiler's."""
-    out, is_absent = None, target is not None and not target.is_live
-    if target is not None and is_absent:
-        state_specs = absent_device.lying_on(state_specs, target)
-        batch_specs = absent_device.lying_on(batch_specs, target)
-    elif mesh_of(state_specs) is not None:  # the new state lies as the old one, as Keras asks for
+    if target is not None and not target.is_live:
+        compiler, card = absent_device.compiler(), target
+        compiler.begin()
+        module = private.bytecode(absent_device.lowered(step, state_specs, batch_specs))
+        return lambda: compiler.compiled(module, card)
+    out = None
+    if mesh_of(state_specs) is not None:  # the new state lies as the old one, as Keras asks for
         out = (None, jax.tree.map(lambda x: x.sharding, state_specs))
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state_specs, batch_specs)
 
     def compiled() -> Any:
-        with absent_device.compiler_options() if is_absent else nullcontext() as options:
-            return lowered.compile(compiler_options=options)
+        return lowered.compile()
 
     return compiled

@@ -59,6 +59,9 @@ _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """The parameters that hold it."""
 
 
+_BYTECODE = b"ML\xefR"
+"""What the bytecode of a module begins with."""
+
 HIGH_CALL = "call_hi_primitive"
 """Calls what has its own rules for differentiation, such as ``jax.checkpoint`` with
 ``jax_remat3``."""
@@ -207,16 +210,28 @@ def scan_into(eqn: Any, inputs: Sequence[Any], stacks: Sequence[Any]) -> list[An
     return [*carry, *stacks]
 
 
-def compile_hlo(module: bytes, device: Any, options: dict[str, Any]) -> Any:
-    """Compiles a serialized ``HloModuleProto`` for a device, and returns its memory analysis.
+def bytecode(lowered: Any) -> bytes:
+    """Returns the module of a ``jax.stages.Lowered``."""
+    module: bytes = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    return module
+
+
+def compile_module(module: bytes, device: Any, options: dict[str, Any]) -> Any:
+    """Compiles a module for a device, and returns its memory analysis.
 
     TensorFlow copies variables that a step changes by an operation (``mhlo.copy``) that the front
     end does not know. It is the identity, and left out.
+
+    Args:
+        module: bytecode of StableHLO, or a serialized ``HloModuleProto``.
+        device: of a topology.
+        options: of the compiler.
     """
-    computation = xla_client.XlaComputation(module)
-    text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
+    if not module.startswith(_BYTECODE):
+        computation = xla_client.XlaComputation(module)
+        module = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
     with mlir.make_ir_context():
-        parsed = mlir.ir.Module.parse(text)
+        parsed = mlir.ir.Module.parse(module)
         copies = [op for op in _operations(parsed.body) if op.operation.name == "mhlo.copy"]
         for op in copies:
             op.operation.results[0].replace_all_uses_with(op.operation.operands[0])

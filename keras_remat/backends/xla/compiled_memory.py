@@ -95,6 +95,7 @@ class CompiledMemory:
         # key → simulated bytes, those of store-all, and those it takes
         self._points: dict[_Key, tuple[int, int, int]] = {}
         self._compiled_plain: list[Graph] = []  # a step of each kind
+        self._store_all: tuple[Problem, int] | None = None  # of the problem asked for last
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns what is known of the schedule, else what those that are known suggest.
@@ -107,7 +108,7 @@ class CompiledMemory:
         if added is None and (known := self._known.get(_key(problem, schedule))) is not None:
             added = known.added_bytes
         if added is None:
-            simulated, most = _simulated(problem, schedule), store_all_bytes(problem)
+            simulated, most = _simulated(problem, schedule), self._most(problem)
             added = self._calibration(plain=plain).predict(simulated, most)
         return problem.profile.resident_bytes + added
 
@@ -149,20 +150,25 @@ class CompiledMemory:
         return told + surplus
 
     def _is_ruled_out(self, problem: Problem) -> bool:
-        room, most = problem.room_bytes, store_all_bytes(problem)
+        room, most = problem.room_bytes, self._most(problem)
         if room is None or self._calibration(plain=True).predict(most, most) <= RULED_OUT * room:
             return False
         is_told = any(graph.has_ops_of(problem.graph) for graph in self._compiled_plain)
         return is_told and _key(problem, None) not in self._known
 
     def _learn(self, problem: Problem, schedule: Schedule | None, known: _Known) -> None:
-        key, most = _key(problem, schedule), store_all_bytes(problem)
+        key, most = _key(problem, schedule), self._most(problem)
         simulated = most if schedule is None else _simulated(problem, schedule)
         self._known[key] = known
         self._points[key] = simulated, most, known.added_bytes
         graphs = self._compiled_plain
         if schedule is None and not any(graph.has_ops_of(problem.graph) for graph in graphs):
             graphs.append(problem.graph)
+
+    def _most(self, problem: Problem) -> int:
+        if self._store_all is None or self._store_all[0] is not problem:
+            self._store_all = problem, store_all_bytes(problem)
+        return self._store_all[1]
 
     def _calibration(self, *, plain: bool) -> Calibration:
         """Returns what Keras's own steps tell of each other, or schedules do."""

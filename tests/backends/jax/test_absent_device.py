@@ -7,14 +7,13 @@ import tempfile
 from pathlib import Path
 
 import hlo_text
-import jax
 import jax_models as models
 import keras
 import pytest
 from keras import layers
 
-from keras_remat.backends.jax import absent_device, lowering
-from keras_remat.backends.jax.measure import memory
+from keras_remat.backends.jax import absent_device, hlo, lowering, private
+from keras_remat.backends.jax.measure import memory, memory_of
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.versions import check_card_compiler
@@ -24,8 +23,9 @@ from keras_remat.cards.table import CARDS, card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import RematError
+from keras_remat.errors import RematError, UnsupportedModelError
 from keras_remat.solvers import solve
+from keras_remat.units import MIB
 
 
 def mlp():
@@ -101,12 +101,11 @@ class Step:
         function = traced.train_step
         if schedule is not None:
             function = lowering.step_function(traced, schedule, writing)
-        specs = absent_device.lying_on((traced.state_specs, traced.batch_specs), traced.target)
-        lowered = jax.jit(function, donate_argnums=0).lower(*specs)
-        with absent_device.compiler_options() as options:
-            compiled = lowered.compile(compiler_options=options)
+        lowered = absent_device.lowered(function, traced.state_specs, traced.batch_specs)
+        self.module = private.bytecode(lowered)
+        compiled = absent_device.compiler().compiled(self.module, traced.target)
         self.text, self.optimized = lowered.as_text(), compiled.as_text()
-        self.added_bytes = memory(compiled).added_bytes
+        self.memory, self.added_bytes = memory(compiled), compiled.added_bytes
 
 
 @pytest.mark.card
@@ -184,6 +183,22 @@ def test_what_is_held_takes_about_the_bytes_of_a_strict_step_and_is_quicker(comp
     assert held.added_bytes <= 1.05 * strict.added_bytes
     rates = traced.target.rates
     assert costs(held.optimized, rates).time_s < costs(strict.optimized, rates).time_s
+
+
+@pytest.mark.card
+@pytest.mark.parametrize("build", [recurrent, cnn])
+def test_a_compilation_that_is_cut_short_tells_what_a_whole_one_does(compiler, build):
+    """A process does it that has no device; the whole one needs JAX on a CPU."""
+    model, batch = built(build, "float32")
+    step = Step(trace(model, batch, target=card("T4")), None)
+    assert step.added_bytes > MIB
+    assert step.memory == memory_of(hlo.compiled_to_the_end(step.module, card("T4")))
+
+
+@pytest.mark.card
+def test_what_the_compiler_refuses_is_told(compiler):
+    with pytest.raises(UnsupportedModelError, match="XLA:GPU does not compile the step"):
+        absent_device.compiler().compiled(b"ML\xefR and nothing", card("T4"))
 
 
 def test_what_only_a_compiler_reads_is_gone_when_it_has_compiled(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 
 import keras_remat
 from keras_remat.backends.jax import JaxBackend, trace
+from keras_remat.cards import rows as asking
 from keras_remat.cards.breakdown import PARTS
 from keras_remat.cards.report import DOES_NOT_FIT, FITS, WITH_A_PLAN
 from keras_remat.cards.rows import AskedStep
@@ -113,6 +114,13 @@ def test_a_card_that_the_compiler_refuses_has_a_remark(compiled):
     assert row.remark == "The compiler does not take it: no such architecture"
     assert row.answer == row.remark
     assert other.verdict == FITS
+
+
+def test_a_row_says_why_a_plan_reaches_no_larger_batch(compiled, monkeypatch):
+    monkeypatch.setattr(asking, "_SEARCH_SHARE", 0.0)
+    (row,) = asked(models.mixer(), 64).rows([sized("H100", 64 * MIB)], lambda row: None)
+    assert row.max_batch_planned == row.max_batch_plain > 64
+    assert "No plan for a larger batch was found: no time was left" in row.remark
 
 
 def test_a_model_of_one_batch_size_has_no_others(compiled):

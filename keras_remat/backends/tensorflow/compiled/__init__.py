@@ -22,12 +22,13 @@ from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled import profile as profiling
 from keras_remat.backends.tensorflow.compiled import trace as tracing
-from keras_remat.backends.tensorflow.compiled.card_compiler import AbsentDevice, CardCompiler
+from keras_remat.backends.tensorflow.compiled.absent_device import AbsentDevice
 from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.tensorflow.compiled.sliced import StepSlicer
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
+from keras_remat.backends.xla.card_compiler import CardCompiler
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.problem import Problem
@@ -84,7 +85,7 @@ class CompiledBackend(TensorFlowBackend):
         if schedule is None and traced.graph.fingerprint in self._plain_bytes:
             return self._plain_bytes[traced.graph.fingerprint]
         function = traced.function if schedule is None else LoweredStep(traced, schedule).function
-        return self._compiler.added_bytes(private.serialized_hlo(function), self._card)
+        return self._compiler.compiled(private.serialized_hlo(function), self._card).added_bytes
 
     def written_plain(self, problem: Problem) -> Callable[[], None]:
         """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
@@ -94,7 +95,7 @@ class CompiledBackend(TensorFlowBackend):
         def compile_plain() -> None:
             assert self._card is not None
             assert self._compiler is not None
-            added = self._compiler.added_bytes(module, self._card)
+            added = self._compiler.compiled(module, self._card).added_bytes
             self._plain_bytes[traced.graph.fingerprint] = added
 
         return compile_plain

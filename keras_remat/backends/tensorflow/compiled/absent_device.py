@@ -1,0 +1,49 @@
+"""A card that is not there, as TensorFlow's device.
+
+TensorFlow itself compiles for devices that are there only. So a step is lowered to HLO here, and
+compiled by JAX's compiler (:mod:`keras_remat.backends.xla.card_compiler`).
+
+Known limit: TensorFlow lowers for its CPU, and few of its operations do that otherwise for a GPU.
+"""
+
+from __future__ import annotations
+
+from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice
+from keras_remat.core.target import Target
+
+
+class AbsentDevice(TensorFlowDevice):
+    """Stands for a card that is not there: no step runs, and nothing of it is measured.
+
+    Args:
+        target: the card.
+    """
+
+    has_statistics = False
+    grows = True
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self._target, self.name = target, target.device
+
+    def remark(self) -> str | None:
+        """Returns nothing: no allocator is known."""
+        return None
+
+    def in_use_bytes(self) -> int:
+        """Returns 0: nothing is in use."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """Returns 0: nothing runs."""
+        return 0
+
+    def total_bytes(self) -> int:
+        """Returns all the memory of the card, which is more than a framework uses by default."""
+        if self._target.total_bytes is None:
+            raise ValueError(f"the target {self._target.device!r} has no total_bytes: give some")
+        return self._target.total_bytes
+
+    def limit_source(self) -> str:
+        """Returns in words where :meth:`total_bytes` comes from."""
+        return "the table of cards"

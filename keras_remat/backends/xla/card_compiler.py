@@ -1,0 +1,142 @@
+"""Asks XLA:GPU what a step takes on a card that is not there.
+
+Steps are compiled in a process of its own (:mod:`keras_remat.backends.jax.hlo`), which is started
+with the first step and ends with the compiler object. So it does not matter on which framework or
+device the caller runs, and a compilation can be cut short: a card's bytes are known as soon as
+buffers are assigned, and writing kernels, which nobody runs, would take two thirds of the time.
+
+Known limit: neither cuDNN's nor cuBLAS's scratch memory is in the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import tempfile
+import weakref
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from keras_remat.backends.versions import check_card_compiler
+from keras_remat.core import interpreter
+from keras_remat.core.target import Target
+from keras_remat.errors import UnsupportedModelError
+
+_ERRORS_SHOWN = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardStep:
+    """Says what XLA:GPU made of a step, without its kernels.
+
+    It tells what a ``jax.stages.Compiled`` tells, by the same names.
+
+    Args:
+        argument_size_in_bytes: state and batch.
+        output_size_in_bytes: logs and new state.
+        alias_size_in_bytes: those of the outputs that are in donated arguments.
+        temp_size_in_bytes: alive only during the call.
+        text: the optimized module in its order.
+    """
+
+    argument_size_in_bytes: int = 0
+    output_size_in_bytes: int = 0
+    alias_size_in_bytes: int = 0
+    temp_size_in_bytes: int = 0
+    text: str = field(default="", repr=False)
+
+    @property
+    def added_bytes(self) -> int:
+        """Returns what a call takes beside its arguments."""
+        return self.output_size_in_bytes - self.alias_size_in_bytes + self.temp_size_in_bytes
+
+    def memory_analysis(self) -> CardStep:
+        """Returns what the buffer assignment says."""
+        return self
+
+    def as_text(self) -> str:
+        """Returns the optimized module."""
+        return self.text
+
+
+class CardCompiler:
+    """Compiles steps for cards, one after the other.
+
+    Raises:
+        MissingPackageError, UnsupportedModelError: see
+            :func:`~keras_remat.backends.versions.check_card_compiler`.
+    """
+
+    def __init__(self) -> None:
+        check_card_compiler()
+        self._one_at_a_time, self._starting = Lock(), Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="keras_remat_", ignore_cleanup_errors=True
+        )
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        weakref.finalize(self, self._errors.close)
+
+    def begin(self) -> None:
+        """Starts the process, if it does not run, so that it is ready when it is asked."""
+        self._started()
+
+    def compiled(self, module: bytes, target: Target) -> CardStep:
+        """Returns what a step takes; any thread may ask.
+
+        Args:
+            module: bytecode of StableHLO, or a serialized ``HloModuleProto``.
+            target: the card.
+
+        Raises:
+            UnsupportedModelError: XLA does not compile it.
+        """
+        with self._one_at_a_time:
+            answer = self._answer(module, target)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, CardStep)
+        return answer
+
+    def _answer(self, module: bytes, target: Target) -> Any:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump((target, module), process.stdin)
+            process.stdin.flush()
+            return pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError):
+            status = process.wait()
+            self._errors.seek(0)
+            told = self._errors.read().decode(errors="replace").strip()[-_ERRORS_SHOWN:]
+            raise UnsupportedModelError(
+                f"The process that compiles for cards ended with {status}, for want of "
+                f"memory for instance. It said: {told}"
+            ) from None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                folder = self._folder.name
+                os.makedirs(folder, exist_ok=True)
+                self._process = interpreter.start(
+                    "-m", "keras_remat.backends.jax.hlo", folder,
+                    variables={**interpreter.for_cards(), "TMPDIR": folder},
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+                )  # fmt: skip
+                weakref.finalize(self, _end, self._process)
+            return self._process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and its forks; what is compiled is lost."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
