@@ -88,7 +88,10 @@ def _chosen(pred: torch.Tensor, taken: Any, other: Any) -> Any:
     """Returns the value of one of two branches that were both computed."""
     (yes, structure), (no, other_structure) = tree_flatten(taken), tree_flatten(other)
     if structure != other_structure:
-        raise UnsupportedModelError("Two branches of keras.ops.cond differ in what they return.")
+        raise UnsupportedModelError(
+            f"Two branches of keras.ops.cond differ in what they return: {structure} and "
+            f"{other_structure}. Return the same structure from both."
+        )
     yes, no = ([keras.ops.convert_to_tensor(leaf) for leaf in leaves] for leaves in (yes, no))
     for one, two in zip(yes, no, strict=True):
         if (one.shape, one.dtype) != (two.shape, two.dtype):
@@ -98,8 +101,8 @@ def _chosen(pred: torch.Tensor, taken: Any, other: Any) -> Any:
             )
         if torch.is_grad_enabled() and (one.requires_grad or two.requires_grad):
             raise UnsupportedModelError(
-                "The loss is differentiated through a keras.ops.cond, both of whose branches would "
-                "be. Use keras.ops.where."
+                "The loss is differentiated through a keras.ops.cond. A recorded step computes "
+                "both branches, and would differentiate both. Use keras.ops.where."
             )
     pairs = zip(yes, no, strict=True)
     return tree_unflatten([torch.where(pred, one, two) for one, two in pairs], structure)

@@ -313,7 +313,7 @@ class Program:
         made = [n for n in call.outputs if n is not None]
         parent, *others = dict.fromkeys(numbers_in((call.args, call.kwargs)))
         if others:
-            raise UnsupportedModelError(f"{call.operator} returns a view, and reads other tensors.")
+            raise _refusal(call, "returns a view of one tensor and reads others")
         for at, number in enumerate(call.outputs):
             if number is None or number == parent:
                 continue
@@ -373,9 +373,7 @@ class Program:
         self._fill_what_is_read(call)
         effect = bool(call.writes) and self._storage(call.writes[0]) in self._outside
         if any((self._storage(n) in self._outside) is not effect for n in call.writes):
-            raise UnsupportedModelError(
-                f"{call.operator} writes variables and temporary tensors at once."
-            )
+            raise _refusal(call, "writes variables and temporary tensors at once")
         state = self._state_for(call)  # may add a node
         kind = EFFECT if effect else WRITE if call.writes else PURE
         node = self._add(kind=kind, call=call, phase=call.phase)
@@ -414,7 +412,8 @@ class Program:
             made_under = self._predicate_of(value)
             if call.predicate[: len(made_under)] != made_under:
                 raise UnsupportedModelError(
-                    "A tensor that a branch of keras.ops.cond made is used outside of it."
+                    "A tensor that a branch of keras.ops.cond made is used outside of it. Let both "
+                    "branches return it."
                 )
             if storage in self._outside:
                 if storage in self._writer:
@@ -433,7 +432,7 @@ class Program:
         for number in dict.fromkeys(call.writes):
             storage = self._storage(number)
             if any(self._storage(other) == storage for other in node.new):
-                raise UnsupportedModelError(f"{call.operator} writes two parts of one tensor.")
+                raise _refusal(call, "writes two parts of one tensor")
             made = self._unfilled.pop(storage, None)
             if made is not None:
                 node.old[number] = None
@@ -444,7 +443,8 @@ class Program:
                 base = self._base[self._current[storage]]
                 if self._predicate_of(self._current[storage]) != call.predicate:
                     raise UnsupportedModelError(
-                        "A branch of keras.ops.cond writes a tensor that was made outside of it."
+                        "A branch of keras.ops.cond writes a tensor that was made outside of it. "
+                        "Let both branches return what it becomes."
                     )
             node.new[number] = self._current[storage] = self._new_value(base, node.id)
 
@@ -455,7 +455,7 @@ class Program:
                 continue
             storage = self._storage(number)
             if storage in self._current:
-                raise UnsupportedModelError(f"{call.operator} returns a new tensor and a view.")
+                raise _refusal(call, "returns a new tensor and a view")
             self._current[storage] = self._new_value(number, node.id)
             node.outputs.append((number, self._current[storage]))
         if call.operator is aten.clone.default and not call.predicate:
@@ -485,3 +485,9 @@ def _draws(call: Call) -> bool:
     is_seeded = any(isinstance(leaf, Generator) for leaf in leaves)
     dropped = private.arguments_of(call.operator, call.args, call.kwargs).get("dropout_p")
     return not is_seeded and dropped != 0.0
+
+
+def _refusal(call: Call, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The step calls {call.operator}, which {what}: no plan can move such a call."
+    )

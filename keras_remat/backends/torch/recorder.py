@@ -206,8 +206,8 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             return int(known)
         if private.is_fake(tensor):
             raise UnsupportedModelError(
-                f"The step uses a tensor of shape {tuple(tensor.shape)} that was made where its "
-                "calls are not seen."
+                f"The step uses a tensor of shape {tuple(tensor.shape)} that was made where calls "
+                "are not recorded, such as another thread. Make it in the step."
             )
         if tensor.requires_grad:
             raise UnsupportedModelError(
@@ -271,7 +271,9 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func is aten.equal.default:
-            raise UnsupportedModelError("The step asks in Python whether two tensors are equal.")
+            raise UnsupportedModelError(
+                "The step asks in Python whether two tensors are equal. Use keras.ops.where."
+            )
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = self.constants.folded(func, args, kwargs, tensors)
         if known.is_new:
@@ -303,7 +305,10 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
 
     def _read_number(self, tensor: torch.Tensor, symbol: Any) -> Any:
         if not isinstance(symbol, (torch.SymFloat, torch.SymInt)):
-            raise UnsupportedModelError("The step asks in Python for the value of a tensor.")
+            raise UnsupportedModelError(
+                "The step asks in Python for the value of a tensor. Use keras.ops.where or "
+                "keras.ops.cond."
+            )
         self._symbols[str(symbol.node.expr)] = self.number(tensor)
         return symbol
 

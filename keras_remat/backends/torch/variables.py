@@ -42,7 +42,9 @@ class Place:
             return found
         value = private.value_of(self.owner)
         if value is None:
-            raise UnsupportedModelError(f"The variable {self.owner.path} has no value.")
+            raise UnsupportedModelError(
+                f"The variable {self.owner.path} has no value. Build the model before fit."
+            )
         return value
 
     def put(self, tensor: torch.Tensor) -> None:
