@@ -78,6 +78,9 @@ def step_in(written: Path) -> CardStep:
 
     Args:
         written: the folder.
+
+    Raises:
+        UnsupportedModelError: it wrote something else than is known.
     """
     sizes: Counter[str] = Counter()
     for nbytes, of in _ALLOCATION.findall(_read(written, _ASSIGNED)):
@@ -96,8 +99,13 @@ def step_in(written: Path) -> CardStep:
 
 
 def _read(written: Path, name: str) -> str:
-    (path,) = written.glob(f"*{name}")
-    return path.read_text(encoding="utf-8", errors="replace")
+    paths = list(written.glob(f"*{name}"))
+    if len(paths) != 1:
+        raise UnsupportedModelError(
+            f"XLA of JAX {jax.__version__} wrote {len(paths)} files *{name} of a step, and one is "
+            "read: its bytes are not known."
+        )
+    return paths[0].read_text(encoding="utf-8", errors="replace")
 
 
 def _answer(module: bytes, target: Target, written: Path) -> Any:
@@ -116,7 +124,12 @@ def _answer(module: bytes, target: Target, written: Path) -> Any:
     while compiling.is_alive() and not any(written.glob(f"*{_KERNELS}")):
         time.sleep(_POLL_S)
     told = ended[0] if ended else None
-    return told if isinstance(told, (CardStep, Exception)) else step_in(written)
+    if isinstance(told, (CardStep, Exception)):
+        return told
+    try:
+        return step_in(written)
+    except UnsupportedModelError as error:
+        return error
 
 
 def _in_a_fork(module: bytes, target: Target) -> Any:

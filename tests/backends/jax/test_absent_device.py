@@ -201,6 +201,11 @@ def test_what_the_compiler_refuses_is_told(compiler):
         absent_device.compiler().compiled(b"ML\xefR and nothing", card("T4"))
 
 
+def test_a_version_that_writes_something_else_is_told(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"wrote 0 files .*buffer-assignment"):
+        hlo.step_in(tmp_path)
+
+
 def test_what_only_a_compiler_reads_is_gone_when_it_has_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with absent_device.compiler_options() as options:
