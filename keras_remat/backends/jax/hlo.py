@@ -8,7 +8,7 @@ input ends it, and the folder goes with it.
 
 XLA has no option that ends a compilation when buffers are assigned. So every module is compiled in
 a fork of this process, which has loaded JAX and begun nothing: what XLA writes down on its way is
-read as soon as the first kernel is written, and the fork ends there.
+read before it writes the first kernel, and the fork ends there.
 
 A module is bytecode of StableHLO, or the HLO that TensorFlow gives for its CPU. Nothing of a device
 is in either before it is compiled.
@@ -37,9 +37,10 @@ from keras_remat.core.target import Target
 from keras_remat.errors import RematError, UnsupportedModelError
 
 _POLL_S = 0.02
-_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$", re.MULTILINE)
-#: How the names of the files end: the module, its buffers, and the first kernel.
-_OPTIMIZED, _KERNELS = "gpu_after_optimizations.txt", ".ll"
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:page \d+, )?(.*)$", re.MULTILINE)
+#: How the names of the files end: the module, its buffers, and what is written anew after both and
+#: before the first kernel (JAX 0.10.2 and 0.11.2; where it is not, a step is compiled to its end).
+_OPTIMIZED, _NEXT = "gpu_after_optimizations.txt", "debug_options"
 _ASSIGNED = "gpu_after_optimizations-buffer-assignment.txt"
 
 
@@ -108,6 +109,15 @@ def _read(written: Path, name: str) -> str:
     return paths[0].read_text(encoding="utf-8", errors="replace")
 
 
+def _is_written(written: Path) -> bool:
+    """Returns whether XLA has written what is read of a step, to its end."""
+    read = [*written.glob(f"*{_OPTIMIZED}"), *written.glob(f"*{_ASSIGNED}")]
+    newest_ns = max((path.stat().st_mtime_ns for path in read), default=0)
+    return len(read) > 1 and any(
+        path.stat().st_mtime_ns > newest_ns for path in written.glob(f"*{_NEXT}")
+    )
+
+
 def _answer(module: bytes, target: Target, written: Path) -> Any:
     """Returns what a step takes, or why that is not known, as soon as it is."""
     ended: list[Any] = []
@@ -121,7 +131,7 @@ def _answer(module: bytes, target: Target, written: Path) -> Any:
 
     compiling = threading.Thread(target=compile_step, daemon=True)
     compiling.start()
-    while compiling.is_alive() and not any(written.glob(f"*{_KERNELS}")):
+    while compiling.is_alive() and not _is_written(written):
         time.sleep(_POLL_S)
     told = ended[0] if ended else None
     if isinstance(told, (CardStep, Exception)):

@@ -21,6 +21,8 @@ from keras_remat.core.target import Rates
 
 BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+#: An element of a tuple, as JAX 0.11.2's XLA writes it down.
+_ELEMENT = re.compile(r".+#\d+")
 #: What is no kernel.
 FREE = names("""
     parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id
@@ -253,8 +255,17 @@ def _parsed(text: str) -> tuple[dict[str, Computation], str]:
             entry = current if begins[1] else entry
         elif line.startswith("  ") and " = " in line and current:
             one = _instruction(line)
+            for operand in filter(_ELEMENT.fullmatch, one.operands):
+                found[current].setdefault(operand, _element(operand, found[current]))
             found[current][one.name] = one
     return found, entry
+
+
+def _element(operand: str, inside: Computation) -> Instruction:
+    """Returns an element of a tuple, where it is read without an instruction that takes it."""
+    name, _, index = operand.rpartition("#")
+    array = inside[name].arrays[int(index)]
+    return Instruction(operand, (array,), "get-tuple-element", (name,), "", is_root=False)
 
 
 def _instruction(line: str) -> Instruction:

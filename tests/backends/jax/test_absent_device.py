@@ -201,6 +201,23 @@ def test_what_the_compiler_refuses_is_told(compiler):
         absent_device.compiler().compiled(b"ML\xefR and nothing", card("T4"))
 
 
+@pytest.mark.parametrize("page", ["", "page 0, "], ids=["JAX 0.10.2", "JAX 0.11.2"])
+def test_bytes_are_read_of_what_a_version_writes(tmp_path, page):
+    begin = "BufferAssignment:\nallocation 0: size 64, "
+    (tmp_path / f"m.{hlo._ASSIGNED}").write_text(
+        f"{begin}{page}parameter 0, shape |f32[16]| at ShapeIndex {{}}, maybe-live-out:\n"
+        f"allocation 1: size 128, {page}parameter 1, shape |f32[32]| at ShapeIndex {{}}:\n"
+        f"allocation 2: size 4, {page}maybe-live-out:\n"
+        f"allocation 3: size 4, {page}thread-local:\n"
+        f"allocation 4: size 256, {page}preallocated-temp:\n"
+    )
+    (tmp_path / f"m.{hlo._OPTIMIZED}").write_text("HloModule m\n")
+    step = hlo.step_in(tmp_path)
+    sizes = step.argument_size_in_bytes, step.output_size_in_bytes, step.alias_size_in_bytes
+    assert (*sizes, step.temp_size_in_bytes) == (192, 68, 64, 256)
+    assert step.added_bytes == 4 + 256
+
+
 def test_a_version_that_writes_something_else_is_told(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"wrote 0 files .*buffer-assignment"):
         hlo.step_in(tmp_path)

@@ -48,3 +48,11 @@ def test_a_module_is_counted_kernel_by_kernel():
     matrices = (64 * 256 + 256 * 16 + 64 * 16) * 4
     assert found.bytes_moved == image + kernel + result + 10 * rows + matrices
     assert found.time_s > found.bytes_moved * card("H100").rates.seconds_per_byte
+
+
+def test_an_element_of_a_tuple_may_be_read_without_an_instruction_that_takes_it():
+    """As JAX 0.11.2's XLA writes it down."""
+    taken = "  %y = f32[64,256]{1,0} get-tuple-element(%loop), index=1\n"
+    read = MODULE.replace(taken, "").replace("dot(%y, %w)", "dot(%loop#1, %w)")
+    assert read.count("#1") == 1
+    assert costs(read, card("H100").rates) == costs(MODULE, card("H100").rates)
