@@ -15,6 +15,8 @@ with the part's first number. What is added to a graph by slicing:
 
 Readers of a value that is joined or summed up read it under its new name. Nothing else of the step
 is another one than before: what does not run in slices is the same node.
+
+One file, though long: one writer, which looks at the nodes that it has written so far.
 """
 
 from __future__ import annotations
