@@ -1,9 +1,9 @@
 """A GPU that is not there, as JAX's compiler sees it.
 
 JAX's CUDA plugin compiles without a driver, for a device of which it is told the units
-(:class:`keras_remat.core.target.Chip`). Arguments that lie on such a device are lowered and
-compiled for it, and ``memory_analysis()`` is the buffer assignment of XLA:GPU. Neither cuDNN nor a
-GPU is asked, so the scratch memory of a library's kernels is not in the bytes.
+(:class:`keras_remat.core.target.Chip`). A step is lowered for CUDA and compiled for that device,
+and ``memory_analysis()`` is the buffer assignment of XLA:GPU. Neither cuDNN nor a GPU is asked, so
+the scratch memory of a library's kernels is not in the bytes.
 
 Buffers are assigned before kernels are written. What is compiled here never runs, so it is compiled
 no further than that, in a process of its own (:mod:`keras_remat.backends.jax.hlo`).
@@ -26,7 +26,6 @@ from jax.experimental import topologies
 from keras_remat.backends.versions import check_card_compiler
 from keras_remat.backends.xla.card_compiler import CardCompiler
 from keras_remat.core.target import Target
-from keras_remat.errors import UnsupportedModelError
 
 _CONFIGURATION = """
 gpu_device_info {{
@@ -112,28 +111,21 @@ def lowered(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
     return jax.jit(step, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
 
 
-@cache
-def sharding(target: Target) -> Any:
-    """Returns the sharding of arrays that lie on a card that is not there.
+def device(target: Target) -> Any:
+    """Returns a card that is not there as JAX's compiler knows it.
+
+    JAX takes its plugin as a compiler only where ``JAX_PLATFORMS`` is ``cpu``, as in the process
+    that compiles. What it raises where its compiler does not take the card passes through.
 
     Raises:
         MissingPackageError, UnsupportedModelError: see
-            :func:`~keras_remat.backends.versions.check_card_compiler`; or JAX does not take its
-            plugin, or its compiler does not take the card.
+            :func:`~keras_remat.backends.versions.check_card_compiler`.
     """
     check_card_compiler()
     major, minor = target.capability or (0, 0)
     text = _CONFIGURATION.format(
         chip=target.chip, memory=target.total_bytes, major=major, minor=minor
     )
-    try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=text, topology="1x1x1"
-        )
-    except NotImplementedError as error:
-        raise UnsupportedModelError(
-            "JAX did not take its CUDA plugin, because it found no driver. Set JAX_PLATFORMS=cpu "
-            "before JAX is imported, and it takes the plugin as a compiler only."
-        ) from error
-    mesh = topologies.make_mesh(topology, (1,), ("card",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
+    (card,) = topology.devices
+    return card

@@ -58,9 +58,8 @@ def compiled_to_the_end(module: bytes, target: Target, written: Path | None = No
         UnsupportedModelError: the compiler does not take the card, or the step.
     """
     try:
-        (device,) = absent_device.sharding(target).device_set
         with absent_device.compiler_options(written) as options:
-            return private.compile_module(module, device, options)
+            return private.compile_module(module, absent_device.device(target), options)
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error):
             return CardStep(temp_size_in_bytes=int(target.total_bytes or 0))
