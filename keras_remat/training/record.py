@@ -78,19 +78,23 @@ class StepsRecord:
         shown = shape.signature if self.reference is None else self.shown
         return replace(self, shapes={**self.shapes, shape.signature: shape}, shown=shown)
 
-    def after_batch(self, key: Signature, *, allow_over_limit: bool) -> Self:
-        """Returns the record after a batch of a shape has come: the longest of the reference's size
-        is what training is about."""
-        shape = self.shapes[key]
-        reference = self.reference or key
-        is_same_size = shape.batch_size == self.shapes[reference].batch_size
-        if is_same_size and is_within(reference, key):
+    def after_batch(self, key: Signature, size: int, *, allow_over_limit: bool) -> Self:
+        """Returns the record after a batch of a shape has come: the longest of the size in force is
+        what training is about.
+
+        Args:
+            size: the samples of a step that is no rest; 0 where none is in force.
+        """
+        shape, reference = self.shapes[key], self.reference
+        if reference is None:
+            reference = key if size in (0, shape.batch_size) else None
+        elif shape.batch_size == self.shapes[reference].batch_size and is_within(reference, key):
             reference = key
         shape = replace(
             shape, constraints=replace(shape.constraints, allow_over_limit=allow_over_limit)
         )
         shapes = {**self.shapes, key: shape}
-        return replace(self, shapes=shapes, reference=reference, shown=reference)
+        return replace(self, shapes=shapes, reference=reference, shown=reference or self.shown)
 
     def expecting(self, known: PriorPlans) -> Self:
         """Returns the record where the next batch's shape is the reference."""

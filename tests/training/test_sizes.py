@@ -65,7 +65,8 @@ class FakeSteps:
             called=True,
             steps=(Usage(0.5, self.peak_bytes(size)),),
         )
-        known = known.with_shape(shape).after_batch(shape.signature, allow_over_limit=True)
+        wanted = fit.record.sizes.size
+        known = known.with_shape(shape).after_batch(shape.signature, wanted, allow_over_limit=True)
         if known.reference != shape.signature and self._of_shape >= self.settle_after:
             known = known.with_shape(replace(known.reference_shape, phase=Phase.FINAL))
         fit.record = fit.record.with_steps(mode, known)
