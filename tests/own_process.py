@@ -10,6 +10,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 #: A device that waits for another for ever is an error after so many seconds.
 TIMEOUT_S = 300
+#: Names, in the environment of a process that runs one test, that test.
+_ALONE = "KERAS_REMAT_TESTS_ALONE"
 
 
 def search_path(*first):
@@ -38,6 +40,22 @@ def output_of(*words, **options):
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def ran_alone(file, test, **variables):
+    """Runs a test in a process of its own, where it has to pass; returns whether it did, which is
+    not so in that process.
+
+    Args:
+        file: which the test is in.
+        test: its name.
+        variables: of that process's environment.
+    """
+    if os.environ.get(_ALONE) == test:
+        return False
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"{file}::{test}")
+    output_of(*words, env=environment(**{_ALONE: test}, **variables))
+    return True
 
 
 def came_of(*words, **options):

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from own_process import ran_alone
 
 import keras_remat
 from keras_remat.backends.tensorflow import backend as tensorflow_backend
@@ -708,7 +709,10 @@ def test_a_report_that_cannot_be_written_costs_no_training(tmp_path):
 
 def test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_stays():
     """What a loop's gradient needs is known when it has run: of ConvLSTM layers, ours may take more
-    than the plain step."""
+    than the plain step. That is so without oneDNN, whose convolutions need less."""
+    name = "test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_stays"
+    if ran_alone(__file__, name, TF_ENABLE_ONEDNN_OPTS="0"):
+        return
     keras.utils.set_random_seed(0)
     inputs = x = keras.layers.Input((6, 32, 32, 3))
     for sequences in (True, False):
@@ -718,7 +722,7 @@ def test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_sta
     model.compile("adam", "mse")
     data = np.ones((48, 6, 32, 32, 3), "float32"), np.ones((48, 1), "float32")
     gc.collect()
-    limit = tensorflow_backend().device.in_use_bytes() + 30 * MIB
+    limit = tensorflow_backend().device.in_use_bytes() + 32 * MIB  # predicted: 31
     remat = autotune(memory_limit=limit, batch_size="keep", margin=0.0)
     with pytest.warns(UserWarning, match="no schedule that takes less was found"):
         model.fit(*data, batch_size=4, shuffle=False, verbose=0, callbacks=[remat])

@@ -67,8 +67,6 @@ class FakeSteps:
         )
         wanted = fit.record.sizes.size
         known = known.with_shape(shape).after_batch(shape.signature, wanted, allow_over_limit=True)
-        if known.reference != shape.signature and self._of_shape >= self.settle_after:
-            known = known.with_shape(replace(known.reference_shape, phase=Phase.FINAL))
         fit.record = fit.record.with_steps(mode, known)
         return len(self.trained)
 
@@ -482,14 +480,14 @@ class Timed(FakeSteps):
         return super().__call__(fit, mode, batch, constraints, timed)
 
 
-def fastest_of(monkeypatch, seconds, seconds_before=None):
+def fastest_of(monkeypatch, seconds, seconds_before=None, largest=80):
     """The sizes of the steps of a fit with ``"fastest"``; of those after the model was compiled
-    anew, where it was before."""
+    anew, where it was before. The search finds that ``largest`` samples fit."""
     clock = [0.0]
     monkeypatch.setattr(driver.time, "perf_counter", lambda: clock[0])
     steps = Timed(clock, seconds)
     trainer = Fixed(steps, "fastest")
-    search = SimpleNamespace(max_batch_size=80, plan=None, orders=[], __str__=lambda self: "")
+    search = SimpleNamespace(max_batch_size=largest, plan=None, orders=[], __str__=lambda self: "")
     monkeypatch.setattr(sizes, "_search", lambda *arguments: search)
     if seconds_before is not None:
         steps.seconds = seconds_before
@@ -523,6 +521,13 @@ def test_what_fit_was_given_is_measured_again_before_a_larger_batch_stays(monkey
     sizes = fastest_of(monkeypatch, lambda size: size * (3.0 if next(calls) < 10 else 1.0))
     assert max(sizes) > LOADER
     assert sizes[-2] == LOADER
+
+
+def test_samples_that_are_left_when_the_size_changes_do_not_end_the_comparison(monkeypatch):
+    sizes = fastest_of(monkeypatch, lambda size: 1.0, largest=23)
+    assert sizes[sizes.index(23) :].count(LOADER) >= 5, "compared with what fit was given again"
+    assert any(size < LOADER for size in sizes[:-1]), "samples were left"
+    assert sizes[-2] == 23
 
 
 def test_a_model_that_is_compiled_anew_is_compared_anew(monkeypatch):

@@ -1,7 +1,6 @@
 """Steps in slices compute what whole ones do, and are made of what TensorFlow infers."""
 
 import functools
-import os
 import warnings
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
-from own_process import environment, output_of
+from own_process import ran_alone
 from tight_limit import with_margin
 
 import keras_remat
@@ -24,8 +23,6 @@ from keras_remat.core.slices import Slicing
 from keras_remat.solvers import solve
 
 BACKEND = backend()
-#: Set in a process that runs one test.
-_ALONE = "KERAS_REMAT_TESTS_ALONE"
 
 
 def all_that_can(rules, parts):
@@ -263,10 +260,7 @@ def below_the_floor(model, batch, share):
 def test_a_batch_that_trains_in_slices_is_enlarged():
     """In a process of its own: in a pool that others have used, an array may get twice the bytes
     that it asks for, and then a larger batch is over the limit and given up."""
-    if _ALONE not in os.environ:
-        name = f"{__file__}::test_a_batch_that_trains_in_slices_is_enlarged"
-        words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", name)
-        output_of(*words, env=environment(**{_ALONE: "1"}))
+    if ran_alone(__file__, "test_a_batch_that_trains_in_slices_is_enlarged"):
         return
     model, (x, y) = language_model(tokens=2048, vocabulary=8192)
     limit, floor = below_the_floor(model, (x[:16], y[:16]), 0.7)
