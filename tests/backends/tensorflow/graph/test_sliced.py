@@ -165,7 +165,8 @@ def watched():
 @pytest.mark.parametrize(("parts", "share"), [(2, None), (4, None), (4, 0.3)])
 def test_forward_values_and_gradients_are_the_same_but_for_rounding(parts, share):
     """No sum of a forward value or an input's gradient is in another order; yet kernels of products
-    choose their blocks by the number of rows, and may round the last bit otherwise."""
+    choose their blocks by the number of rows, and may round the last bit otherwise. Those of a
+    kernel's gradient are added in parts; with oneDNN they differ by up to 4e-6 of the largest."""
     b = Bench(*watched())
     _, (whole,) = b.train(b.traced)
     chosen = all_that_can(b.rules, parts)
@@ -177,7 +178,7 @@ def test_forward_values_and_gradients_are_the_same_but_for_rounding(parts, share
     for name in whole:
         if name.startswith("weight"):
             largest = np.abs(whole[name]).max()
-            np.testing.assert_allclose(sliced[name], whole[name], rtol=0, atol=2e-6 * largest)
+            np.testing.assert_allclose(sliced[name], whole[name], rtol=0, atol=6e-6 * largest)
     kinds = {b.traced.graph.ops[i].kind for i in chosen}
     wanted = {"Conv2DBackpropFilter", "Conv2DBackpropInput", "MaxPoolGrad", "AvgPoolGrad"}
     assert wanted <= kinds
