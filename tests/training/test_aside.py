@@ -1,6 +1,8 @@
 """Where nothing is to be done, nothing is: Keras's own train function runs from the second step on,
 and ours takes its place again where a step comes near the limit."""
 
+from dataclasses import replace
+
 import pytest
 from fake_backend import FakeBackend, event_kinds, store_all_peak
 from fake_fit import fitted
@@ -60,6 +62,28 @@ def test_what_cannot_be_measured_is_not_predicted_anew_for_every_epoch(of_one_si
         with pytest.warns(UserWarning, match="enable_cpu_memory_stats"):
             callback, _ = fit(backend, epochs=epochs)
         assert {epoch.peak_bytes for epoch in callback.report.epochs} == {store_all_peak(8)}
+        return len(asked)
+
+    assert asked_in(6) == asked_in(2)
+
+
+class CountsNothing(FakeBackend):
+    """Has an allocator whose statistics leave out all that a step allocates: small arrays."""
+
+    watched_bytes = property(lambda self: 0, lambda self, nbytes: None)
+
+    def measure(self, run, *, wait=True):
+        result, usage = super().measure(run, wait=wait)
+        return result, replace(usage, peak_bytes=0)
+
+
+def test_a_step_of_small_arrays_that_are_not_counted_is_measured_and_not_predicted(of_one_size):
+    def asked_in(epochs):
+        backend, asked = CountsNothing(), []
+        predict = backend.memory.peak_bytes
+        backend.memory.peak_bytes = lambda *of: asked.append(of) or predict(*of)
+        _, own = fit(backend, epochs=epochs)
+        assert own == [False] + [True] * (10 * epochs - 1)
         return len(asked)
 
     assert asked_in(6) == asked_in(2)
