@@ -72,6 +72,8 @@ class MemoryModel(Protocol):
     rewrites: bool
     """Says whether a schedule that takes more than its problem's budget may be compiled in another
     way, which takes less and is slower."""
+    smallest_bytes: int
+    """Says how large an array is at least that the device counts; 0 where it counts all."""
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the predicted peak of a step, resident bytes included."""
@@ -146,6 +148,7 @@ class CalibratedMemory:
     """
 
     rewrites = False
+    smallest_bytes = 0
 
     def __init__(
         self,

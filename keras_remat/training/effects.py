@@ -290,6 +290,9 @@ def keep_smallest(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phas
 def finish(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
     """Goes on with what was measured."""
     usage, limit = shape.measured, tools.fit.limit
+    if isinstance(shape, TracedShape) and tools.backend.device.has_statistics:
+        order = shape.schedule if isinstance(shape, PlannedShape) else shape.costs.store_all
+        tools.costs.tell_uncounted(shape.costs.problem, order, usage.peak_bytes)
     if isinstance(shape, PlannedShape):
         return _finish_plan(tools, shape, usage, phase)
     if limit.holds(usage.peak_bytes):

@@ -51,6 +51,18 @@ def no_statistics(device: str) -> News:
     )
 
 
+def small_arrays_are_not_counted(held_bytes: int, measured_bytes: int, smallest: int) -> News:
+    """Tells that the device's statistics leave out small arrays, which are much of a step."""
+    return News(
+        EventKind.REMARK,
+        f"The step holds {format_bytes(held_bytes)} by prediction, and measures "
+        f"{format_bytes(measured_bytes)}: oneDNN's allocator counts no array below "
+        f"{format_bytes(smallest)}. Neither the peaks told here nor the limit count those. "
+        "With TF_ENABLE_ONEDNN_OPTS=0 in the environment, and "
+        "keras_remat.enable_cpu_memory_stats() before the model is built, all are counted.",
+    )
+
+
 def other_updates() -> News:
     """Tells that the optimizer's count of updates is another one than plain ``fit``'s."""
     return News(

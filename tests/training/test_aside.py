@@ -1,6 +1,7 @@
 """Where nothing is to be done, nothing is: Keras's own train function runs from the second step on,
 and ours takes its place again where a step comes near the limit."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,21 @@ def test_a_step_of_small_arrays_that_are_not_counted_is_measured_and_not_predict
         return len(asked)
 
     assert asked_in(6) == asked_in(2)
+
+
+@pytest.mark.parametrize(("times", "tells"), [(2, True), (20, False)])
+def test_what_the_device_does_not_count_is_told_where_it_is_much_of_the_limit(
+    of_one_size, times, tells
+):
+    backend = CountsNothing()
+    backend.memory.smallest_bytes = 2**18
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callback, _ = fit(backend, memory_limit=times * store_all_peak(8))
+    told = [e.message for e in callback.report.events if e.kind is EventKind.REMARK]
+    assert len(told) == tells
+    assert all("counts no array below 256 KiB" in one for one in told)
+    assert tells == any("counts no array below" in str(one.message) for one in caught)
 
 
 def test_batches_that_may_grow_are_watched_from_inside_until_their_step_is_final():

@@ -79,6 +79,7 @@ class CompiledMemory:
     """
 
     order_matters = restores_after_plain = False
+    smallest_bytes = 0
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class ReplayedMemory(CalibratedMemory):
 
     def __init__(self, *, smallest_bytes: int, region_bytes: int = 0, on_gpu: bool = False):
         super().__init__(self._replayed_bytes, order_matters=True, restores_after_plain=not on_gpu)
-        self._smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
+        self.smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
         self._pool: Pool | None = None
         self._uses: _Uses | None = None  # of the problem asked for last
 
@@ -76,7 +76,7 @@ class ReplayedMemory(CalibratedMemory):
 
     def _uses_of(self, problem: Problem) -> _Uses:
         if self._uses is None or self._uses.problem is not problem:
-            self._uses = _Uses(problem, self._smallest_bytes)
+            self._uses = _Uses(problem, self.smallest_bytes)
         return self._uses
 
 
