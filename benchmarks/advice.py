@@ -1,11 +1,13 @@
 """Programs that follow the advice of a refusal: is the limit that is advised one that does?
 
-    python benchmarks/advice.py [--modes ordered,jax] [--seeds 40] [--seconds 30] [--check]
-                                [--json FILE.jsonl] [--output FILE.md]
+    python benchmarks/advice.py [--modes ordered,jax] [--seeds 40] [--seconds 30] [--together]
+                                [--check] [--json FILE.jsonl] [--output FILE.md]
 
 Forty random models of dense layers or of convolutions are trained under too small a limit, which is
 refused, and then under the limit that the refusal advises. On TensorFlow that is done in order and
-compiled, and on JAX. A row is in the JSON file as soon as it is done, and is not measured again.
+compiled, and on JAX. Each model has a process of its own, unless they are trained ``--together``:
+then each finds the allocator's pool as those before it left it. A row is in the JSON file as soon
+as it is done, and is not measured again.
 ``--check`` exits with 1 where a model is refused twice, or a step ends over the limit by more than
 the input pipeline holds.
 """
@@ -78,17 +80,18 @@ def _child(mode: str, seeds: list[int], seconds: float) -> None:
 
 
 def _measure(mode: str, seeds: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the rows of a mode, and one that says why where a process ends badly."""
     rows: list[dict[str, Any]] = []
-    words = ["--child", mode, "--list", ",".join(map(str, seeds)), "--seconds", given.seconds]
-    more = {"KERAS_BACKEND": MODES[mode][1], "JAX_PLATFORMS": "cpu"}
-    try:
-        for row in printed_by("advice.py", *words, timeout_s=given.timeout, **more):
-            rows.append(row | {"mode": mode})
-            keep(rows[-1], given.json)
-    except Failed as error:
-        done = {row["seed"] for row in rows}
-        left = next(seed for seed in seeds if seed not in done)
-        rows.append({"mode": mode, "seed": left, "error": str(error)})
+    for part in [seeds] if given.together else [[seed] for seed in seeds]:
+        words = ["--child", mode, "--list", ",".join(map(str, part)), "--seconds", given.seconds]
+        more = {"KERAS_BACKEND": MODES[mode][1], "JAX_PLATFORMS": "cpu"}
+        try:
+            for row in printed_by("advice.py", *words, timeout_s=given.timeout, **more):
+                rows.append(row | {"mode": mode})
+                keep(rows[-1], given.json)
+        except Failed as error:
+            left = min(set(part) - {row["seed"] for row in rows}, default=part[-1])
+            rows.append({"mode": mode, "seed": left, "error": str(error)})
     return rows
 
 
@@ -99,7 +102,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=40, help="how many models (default 40)")
     told = "for the solver, in each fit (default 30)"
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help=told)
-    parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for one mode")
+    told = "all models of a mode in one process"
+    parser.add_argument("--together", action="store_true", help=told)
+    told = "for one process (default 1800)"
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help=told)
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--output", type=Path, metavar="FILE.md")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound fails")

@@ -464,6 +464,7 @@ def _with_verified(
         failed_batch_size=failed or None,
         failed_peak_bytes=failed_peak or None,
         verification_time_s=verification_time_s,
+        ended_by_clock=search.ended_by_clock or chooser.ended_by_clock,
     )
     if not chooser.trained:
         return search

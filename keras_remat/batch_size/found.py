@@ -67,6 +67,8 @@ class BatchSearch:
         fit: op times and workspaces as functions of the batch size with their residuals; ``None``
             where only one size was measured, or none, and they are taken in proportion to the
             bytes.
+        ended_by_clock: whether its time was over before its work was: what is found then depends on
+            how busy the machine is.
     """
 
     limit_bytes: int
@@ -80,6 +82,7 @@ class BatchSearch:
     failed_peak_bytes: int | None = None
     fit: CostFit | None = None
     time_limit_s: float | None = None
+    ended_by_clock: bool = False
 
     @property
     def none_trained(self) -> bool:
@@ -135,6 +138,7 @@ class BatchSearch:
         ran = f" and run in {run_s:.1f} s" if run_s else ""
         limit, sizes = format_bytes(self.limit_bytes), {p.batch_size for p in self.probes}
         most = f" of at most {self.time_limit_s:.0f} s" if self.time_limit_s else ""
+        late = "; its time was over: in more, it may find more" if self.ended_by_clock else ""
         found = f"Largest batch {self.max_batch_size} under {limit}"
         if self.plan.slicing is not None:
             found += f" where {slices_text(self.plan.slicing)}"
@@ -145,7 +149,7 @@ class BatchSearch:
             f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; "
             f"most samples per second predicted at {self.fastest_batch_size}; "
             f"{len(sizes)} sizes tried in {self.search_time_s:.1f} s{most}{ran}; "
-            f"{self._op_times()}"
+            f"{self._op_times()}{late}"
         )
 
     def plot(self) -> Any:

@@ -259,7 +259,8 @@ class SizeSearch:
         """Searches on with a thorough solver, in so many seconds and what is left of the others."""
         native.is_compiled(OPTIONS.compiling * late_s)  # waits for that
         improving_s = late_s / OPTIONS.patience + max(0.0, self.work.left_s())
-        self.work = SearchWork(improving_s, deadline_s)
+        ended_by_clock, self.work = self.work.ended_by_clock, SearchWork(improving_s, deadline_s)
+        self.work.ended_by_clock = ended_by_clock
         self.bisect_and_improve(solver, improving_s)
 
     def bisect_and_improve(self, solver: str, seconds: float) -> None:
@@ -423,6 +424,7 @@ class SizeSearch:
             self.plain,
             tuple(self.probes),
             time.perf_counter() - self.started,
+            ended_by_clock=self.work.ended_by_clock,
         )
 
 

@@ -76,6 +76,10 @@ class SearchWork:
         seconds: of work; infinite where something else bounds it.
         deadline_s: by ``time.perf_counter``; nothing is begun after it.
         of_solves: whether solves alone are counted, and no predictions.
+
+    Attributes:
+        ended_by_clock: whether the clock left nothing while there was work left: a machine that is
+            less busy may find more.
     """
 
     def __init__(
@@ -86,11 +90,15 @@ class SearchWork:
         of_solves: bool = False,
     ):
         self._seconds, self.deadline_s, self._of_solves = seconds, deadline_s, of_solves
+        self.ended_by_clock = False
 
     def left_s(self, afterwards_s: float = 0.0) -> float:
         """Returns the seconds of work that are left; 0 where the clock leaves no more than
         ``afterwards_s``."""
-        return self._seconds if time.perf_counter() + afterwards_s < self.deadline_s else 0.0
+        if time.perf_counter() + afterwards_s < self.deadline_s:
+            return self._seconds
+        self.ended_by_clock = self.ended_by_clock or self._seconds > 0
+        return 0.0
 
     def predict(self, problem: Problem, *, replays: bool) -> None:
         """Takes one prediction of a peak off what is left.

@@ -56,6 +56,7 @@ class SizeChooser:
         runs: sizes that ran, or could not.
         chosen_at_s: when the newest size was chosen, by ``time.perf_counter``.
         longest_s: the most seconds from there until it had run.
+        ended_by_clock: whether the deadline alone kept a size from being tried.
     """
 
     backend: Backend
@@ -77,6 +78,7 @@ class SizeChooser:
     runs: int = 0
     chosen_at_s: float = 0.0
     longest_s: float = 0.0
+    ended_by_clock: bool = False
 
     @classmethod
     def after(
@@ -118,9 +120,11 @@ class SizeChooser:
         search.best_of([*reversed(orders), store_all], first, downwards=not self.trained)
         solves = 0
         while True:
-            move, size = next_size(chooser._facts(search.largest, solves))
+            facts = chooser._facts(search.largest, solves)
+            move, size = next_size(facts)
             if move is SizeMove.STOP:
-                return chooser, None
+                in_time, _ = next_size(replace(facts, time_to_run=True, time_to_solve=True))
+                return replace(chooser, ended_by_clock=in_time is not SizeMove.STOP), None
             if move is SizeMove.RUN:
                 plan = search.fastest
                 known = dict.fromkeys((*orders, plan.solution.schedule))

@@ -68,6 +68,7 @@ def test_prediction_that_holds_is_kept():
     assert trained[0][0] == search.max_batch_size
     assert found.plan.measured is not None
     assert found.plan.measured.peak_bytes <= BUDGET == found.plan.budget_bytes
+    assert not found.ended_by_clock
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
@@ -128,6 +129,7 @@ def test_late_verification_ends_with_the_first_size_that_trains():
     )
     assert found.max_batch_size <= 300
     assert [peak is not None for _, peak in trained] == [False] * (len(trained) - 1) + [True]
+    assert found.ended_by_clock
 
 
 def test_sizes_that_the_model_does_not_take_are_passed_by():

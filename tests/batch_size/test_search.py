@@ -233,12 +233,15 @@ def test_what_is_found_depends_on_the_clock_only_where_that_ends_the_search(monk
     for one in (slow, slower):
         assert [p.batch_size for p in one.probes] == [p.batch_size for p in idle.probes]
         assert one.orders == idle.orders
+        assert not one.ended_by_clock
     assert len(idle.probes) > 3
     assert took_s <= idle.time_limit_s
     slowest, took_s = found(20 * tick_s)
     assert took_s <= 2 * idle.time_limit_s  # what is under way ends
     assert len(slowest.probes) < len(idle.probes)
     assert 40 <= slowest.max_batch_size <= idle.max_batch_size
+    assert slowest.ended_by_clock
+    assert "its time was over" in str(slowest)
 
 
 def test_the_clock_ends_a_search_that_has_a_deadline(monkeypatch):
