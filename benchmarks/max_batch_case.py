@@ -30,13 +30,13 @@ import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import batch_bytes, repeated_batch
 from keras_remat.batch_size.cost_fit import transfer_costs
-from keras_remat.batch_size.find import SizeRunner, verified_search
 from keras_remat.batch_size.found import BatchSearch, is_allowed, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.sizes import shorter_by
 from keras_remat.batch_size.step_scaling import step_scaling
+from keras_remat.batch_size.trials import SizeRunner, verified_search
 from keras_remat.core.limit import Limit
 from keras_remat.planning.calibrated_solve import within_budget
 from keras_remat.planning.make_plan import traced_model

@@ -1,11 +1,12 @@
-"""Whether the numbers of a model's validation depend on the size of its batches.
+"""Says whether a model's validation gives the same numbers in batches of any size.
 
-Keras weighs the loss of a batch by its samples, and its metrics add up. So the numbers are the
-same, but for rounding, where every sample goes through the model alone, and where losses are means
-over samples. That is known of Keras's own layers, losses and metrics. Anything else may look at the
-samples of a batch together (a contrastive loss, for instance), and is taken to do so. So is a mask:
-a masked loss is a mean over what is not masked. Several devices share a batch, and not every size
-can be shared.
+Keras weights the loss of a batch by its samples, and its metrics add up. So the size of the batches
+changes nothing but rounding where every sample goes through the model alone and the losses are
+means over samples. Keras's own layers, losses and metrics are known to do so. Anything else may mix
+the samples of a batch, as a contrastive loss does, and is taken to do so.
+
+Two more cases count as mixing. A masked loss is a mean over what is not masked. And where several
+devices share a batch, they cannot share a batch of every size.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from keras_remat.backends.keras_private import (
     trains_always,
 )
 
-#: What a class of the user's own may do in another way.
+#: Methods of the validation that a user's class may replace.
 _OF_VALIDATION = (
     "call", "compute_loss", "compute_metrics", "evaluate", "get_metrics_result",
     "make_test_function", "test_step",
 )  # fmt: skip
-#: Ops between layers that look at one sample after the other.
+#: Ops between layers that treat every sample alone.
 _ELEMENTWISE = ("Add", "Multiply", "Negative", "Subtract", "TrueDivide")
 _MEANS = ("mean", "sum_over_batch_size")
 
 
 def validates_sample_wise(model: Any) -> bool:
-    """Returns whether a validation tells the same in batches of any size."""
+    """Returns whether a validation gives the same numbers in batches of any size."""
     inner = layers(model)
     operations = [part for one in inner for part in getattr(one, "operations", ())]
     return (
@@ -51,7 +52,7 @@ def _is_of_keras(thing: Any) -> bool:
 
 
 def _is_sample_wise(part: Any) -> bool:
-    """Returns whether a layer, or an op between layers, looks at one sample after the other."""
+    """Returns whether a layer, or an op between layers, treats every sample alone."""
     if not isinstance(part, keras.layers.Layer):
         return type(part).__name__ in _ELEMENTWISE and _is_of_keras(part)
     activation, axis = getattr(part, "activation", None), getattr(part, "axis", None)

@@ -1,5 +1,7 @@
-"""What a value is to a part of an op that runs on a slice of the batch, in every framework whose
-tables say it axis by axis."""
+"""Names what a value is to an op that runs on a part of the batch, axis by axis.
+
+A file of its own, though short: the tables of all frameworks and XLA's writer share it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from math import prod
 from typing import Literal
 
 Shape = tuple[int, ...]
-#: What a value is to a part of its op: its part along an axis; all of it (``None``); of a result, a
-#: term of a sum or of a mean over the parts; or what every part has alike.
+#: What a value is to a part of its op. An axis: its part along that axis. ``None``: all of it.
+#: Only of a result: ``"sum"`` or ``"mean"``, a term of one over the parts, and ``"same"``, which
+#: every part makes alike.
 Mode = int | Literal["sum", "mean", "same"] | None
 SUM: Literal["sum"] = "sum"
 MEAN: Literal["mean"] = "mean"

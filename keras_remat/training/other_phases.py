@@ -1,12 +1,12 @@
-"""What a ``fit`` takes beside its steps: validation, what is held between steps, and whole data.
+"""Counts what a ``fit`` takes beside its train steps: validation, and data that it holds whole.
 
-A validation batch goes forward only. What that takes is told from the traced train step: its
-forward ops in their order, with no value kept for a backward phase. Keras's test function is
-another one, without dropout and in no order, so that this is a prediction; where the device counts
-whatever runs, the peak is measured, too.
+A validation batch goes forward only. The traced train step predicts its memory: its forward ops run
+in their order, and no value is kept for a backward phase. This is a prediction, because Keras's
+test function has no dropout and runs in no fixed order. Where the device counts all memory, the
+peak is measured, too.
 
-Known limit: with a last batch of another size, TensorFlow took more than for the larger of the two
-(35 MiB where 24 were predicted).
+Known limit: where the last batch had another size, TensorFlow took more than for the larger of the
+two (35 MiB where 24 were predicted).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _LARGE_DATA_SHARE = 0.1
 def forward_bytes(problem: Problem) -> int:
     """Returns the most bytes alive, beside the resident ones, while the forward ops run in order.
 
-    Every value is freed after its last forward reader, and no op takes over a buffer: this is on
-    the high side.
+    Every value is freed after its last forward reader. No op takes over a buffer, so the result is
+    on the high side.
     """
     graph, workspace = problem.graph, problem.profile.op_workspace_bytes
     ops = [op for op in graph.ops if op.phase == FORWARD]
@@ -63,8 +63,8 @@ class ValidationNeed:
     """Says what a validation is predicted to need.
 
     Args:
-        resident_bytes: beside the activations.
-        sample_bytes: the activations of one sample, a float.
+        resident_bytes: bytes that stay in memory, beside the activations.
+        sample_bytes: bytes of one sample's activations; a float, because it is a share.
         size: samples of a validation batch.
     """
 
@@ -80,7 +80,7 @@ class ValidationNeed:
             problem: the train step.
             batch_size: its samples.
             size: samples of a validation batch.
-            factor: what an earlier validation took, over what was predicted for it.
+            factor: measured over predicted activations of earlier validations.
         """
         sample_bytes = factor * forward_bytes(problem) / batch_size
         return cls(problem.profile.resident_bytes, sample_bytes, size)
@@ -91,24 +91,27 @@ class ValidationNeed:
         return self.resident_bytes + int(self.size * self.sample_bytes)
 
     def fitting_size(self, limit: Limit) -> int:
-        """Returns the samples at most that keep to a limit; 0 for none."""
+        """Returns the most samples that keep to a limit; 0 where not one does."""
         room = max(0, limit.usable_bytes - self.resident_bytes)
         return int(room / max(1.0, self.sample_bytes))
 
 
 def even_size(samples: int, most: int) -> int:
-    """Returns the largest batch up to the most that leaves no smaller one at the end, which would
-    be another shape; where that is less than half of it, the most itself."""
+    """Returns the largest batch size up to ``most`` that divides ``samples``.
+
+    Then no smaller batch is left at the end, which would be another shape. Where such a size would
+    be half of ``most`` or less, it is ``most``.
+    """
     return next((size for size in range(most, most // 2, -1) if samples % size == 0), most)
 
 
 class Validation:
-    """Has the validation of one ``fit`` keep the limit, and notes what it took.
+    """Keeps the validation of one ``fit`` within the limit, and notes what it took.
 
-    Where ``fit`` was not told in how large batches, and the numbers do not depend on it
-    (:mod:`keras_remat.backends.sample_wise`), batches that would need too much are cut before the
-    first one runs. Elsewhere a warning says what would do. What a validation then takes above its
-    prediction is counted in the next one.
+    Batches that would need too much are made smaller before the first one runs. That is done only
+    where the user named no validation batch size, and where the size changes no number
+    (:mod:`keras_remat.backends.sample_wise`). Elsewhere a warning names a size that fits. What a
+    validation takes above its prediction corrects the next prediction.
     """
 
     def __init__(self, model: Any, fit: FitState, device: DeviceMemory):
@@ -117,7 +120,7 @@ class Validation:
         self._need: ValidationNeed | None = None
 
     def begins(self) -> None:
-        """Cuts the batches, or warns, where too much is predicted."""
+        """Makes the batches smaller, or warns, where they are predicted not to fit."""
         self._runs, self._need = True, self._predicted()
         if self._need is not None and not self._fit.limit.holds(self._need.needed_bytes):
             self._need = self._made_smaller(self._need)
@@ -165,11 +168,11 @@ class Validation:
 
 
 def whole_data_news(data: Any, on_host: bool, limit: Limit) -> tell.News | None:
-    """Returns what is to be told where ``fit`` holds large data as a whole.
+    """Returns the news that ``fit`` holds large data whole; ``None`` where it does not.
 
     Args:
         data: the arrays that ``fit`` was given.
-        on_host: whether the memory that counts is the host's.
+        on_host: whether the limit counts the host's memory.
         limit: of the ``fit``.
     """
     nbytes = sum(getattr(array, "nbytes", 0) for array in keras.tree.flatten(data))

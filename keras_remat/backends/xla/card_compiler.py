@@ -1,10 +1,10 @@
 """Asks XLA:GPU what a step takes on a card that is not there.
 
-Steps are compiled in a process of its own (:mod:`keras_remat.backends.jax.hlo`), which is started
-with the first step and ends with the compiler object. So it does not matter on which framework or
-device the caller runs, and a compilation can be cut short: a card's bytes are known as soon as
-buffers are assigned, and writing kernels, which nobody runs, would take two thirds of the time (20
-of 29 s of a core for MobileNetV2 on an H100).
+Another process compiles the steps (:mod:`keras_remat.backends.jax.hlo`). It starts with the first
+step and ends with the compiler object. So the caller may run on any framework and device, and a
+compilation can stop early. A card's bytes are known as soon as buffers are assigned. Writing the
+kernels, which nobody runs, would take two thirds of the time (20 of 29 s of a core for MobileNetV2
+on an H100).
 
 Known limit: neither cuDNN's nor cuBLAS's scratch memory is in the bytes.
 """
@@ -26,6 +26,7 @@ from keras_remat.core import interpreter
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
+#: Characters, at most, that an error quotes of what the process said.
 _ERRORS_SHOWN = 500
 
 
@@ -33,12 +34,12 @@ _ERRORS_SHOWN = 500
 class CardStep:
     """Says what XLA:GPU made of a step, without its kernels.
 
-    It tells what a ``jax.stages.Compiled`` tells, by the same names.
+    Its names are those of ``jax.stages.Compiled`` and of what that says of memory.
 
     Args:
         argument_size_in_bytes: state and batch.
         output_size_in_bytes: logs and new state.
-        alias_size_in_bytes: those of the outputs that are in donated arguments.
+        alias_size_in_bytes: bytes of the outputs that lie in donated arguments.
         temp_size_in_bytes: alive only during the call.
         text: the optimized module in its order.
     """
@@ -82,7 +83,7 @@ class CardCompiler:
         weakref.finalize(self, self._errors.close)
 
     def begin(self) -> None:
-        """Starts the process, if it does not run, so that it is ready when it is asked."""
+        """Starts the process where it does not run, so that it is ready for the first step."""
         self._started()
 
     def compiled(self, module: bytes, target: Target) -> CardStep:

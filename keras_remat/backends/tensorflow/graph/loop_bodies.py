@@ -1,8 +1,8 @@
-"""What the body of one of TensorFlow's loops does to a slice of the batch.
+"""Says what the body of a TensorFlow loop does to a slice of the batch.
 
-A body is written into a graph at two batch sizes, and its ops are asked one after the other, by the
-table of ops (:mod:`.slice_rules`), what they make of what they are given. What is carried from
-round to round has to stay what it was. The shapes at both sizes have to agree with the answer.
+A body is written into a graph at two batch sizes. The table of ops (:mod:`.slice_rules`) says of
+one op after the other what it makes of its inputs. A tensor that the loop carries from round to
+round must stay what it was. The shapes at both sizes must agree with the answer.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from keras_remat.backends.tensorflow.graph.slice_rules import (
 )
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 
-#: What a tensor of a body is to a part of the loop: alike in all of them; a part along the first
-#: axis; a term of a sum; ints that name the batch's size; a list of which nothing is known yet, or
-#: one of parts, of what is alike in all, or of such ints.
+#: What a tensor of a body is to a part of the loop. ``"whole"``: the same in all parts. ``"part"``:
+#: a share along the first axis. ``"sum"``: a term of a sum. ``"size"``: ints that name the batch's
+#: size. ``"parts"``, ``"wholes"`` and ``"sizes"`` are lists of such; ``"list"`` is one whose
+#: elements are not known yet.
 BodyMode = Literal["whole", "part", "sum", "size", "list", "parts", "wholes", "sizes"]
 _WHOLE: BodyMode = "whole"
 _PART: BodyMode = "part"
 _SUM: BodyMode = "sum"
-#: What the elements of a list are.
+#: Mode of a list → mode of its elements.
 ELEMENTS: Mapping[Any, BodyMode] = {"parts": "part", "wholes": "whole", "sizes": "size"}
-#: Ops that hand a sum on, of terms alone.
+#: Linear ops: from terms of a sum they make terms of a sum.
 _LINEAR = names("""
     Add AddV2 AddN Sub Neg Identity Reshape Squeeze ExpandDims Transpose ConcatV2 Pad StridedSlice
     StridedSliceGrad Slice Split
 """)
-#: How often a body is looked at, until what it carries is known.
+#: Visits of a body, at most, until it is known what the loop carries.
 _MOST_ROUNDS = 4
 
 
@@ -57,8 +58,8 @@ class StaysWholeError(Exception):
 
 
 class Bodies:
-    """Writes the functions of loops into graphs, at both batch sizes, and asks them what they do to
-    a part."""
+    """Writes the functions of loops into graphs at both batch sizes, and says what they do to a
+    part."""
 
     def __init__(self, step: TensorFlowStep, half: TensorFlowStep):
         self._steps = step, half
@@ -70,11 +71,11 @@ class Bodies:
 
         Args:
             node: the loop.
-            given: what it begins with.
-            is_zero: whether that is numbers, and all zeros.
+            given: modes of what it begins with.
+            is_zero: whether each of those is numbers, all of them zero.
 
         Raises:
-            StaysWholeError: a round makes something else of it, or the loop ends by it.
+            StaysWholeError: a round changes a mode, or how often the loop runs depends on a part.
         """
         body = self._function(node, "body")
         # what begins with zeros may be added up
@@ -145,8 +146,15 @@ def _elements(step: TensorFlowStep, tensor: str) -> tuple[Any, Any]:
 def _after_round(
     given: Sequence[BodyMode], made: Sequence[BodyMode | None]
 ) -> tuple[BodyMode, ...]:
-    """Returns what is carried, by what a round was given and what it has made of it: what is no sum
-    after all is alike in all parts, and then the others are asked anew."""
+    """Returns what is carried after one more round.
+
+    Where something turns out not to be a sum, it is ``"whole"``. The other modes then stay, because
+    the next round depends on this one.
+
+    Args:
+        given: modes that the round began with.
+        made: modes that it ended with.
+    """
     pairs = list(zip(given, made, strict=True))
     if any(before == "sum" != after for before, after in pairs):
         return tuple("whole" if before == "sum" != after else before for before, after in pairs)
@@ -163,12 +171,12 @@ def _merged(before: BodyMode, after: BodyMode | None) -> BodyMode:
 
 @dataclass(frozen=True)
 class _Written:
-    """Holds a function written into a graph.
+    """Holds a function that is written into a graph.
 
     Args:
-        given: its arguments.
-        operations: all of them.
-        returned: what it returns.
+        given: tensors of its arguments.
+        operations: all of its operations.
+        returned: tensors that it returns.
     """
 
     given: Sequence[Any]
@@ -180,7 +188,10 @@ class _Function:
     """Says what a function does to a part.
 
     Args:
-        whole, half: as it is at both batch sizes.
+        whole, half: the function at both batch sizes.
+
+    Raises:
+        StaysWholeError: it has other ops at half the batch.
     """
 
     def __init__(self, whole: _Written, half: _Written):
@@ -191,7 +202,11 @@ class _Function:
             raise StaysWholeError("a loop has other ops at half the batch")
 
     def returned(self, given: Sequence[BodyMode]) -> tuple[BodyMode | None, ...]:
-        """Returns what it returns, by what it is given; ``None`` for what cannot be told."""
+        """Returns the modes of what the function returns; ``None`` for one that is not known.
+
+        Args:
+            given: modes of its arguments.
+        """
         known: dict[str, BodyMode | None] = {
             tensor.name: mode for tensor, mode in zip(self._whole.given, given, strict=True)
         }
@@ -210,7 +225,7 @@ class _Function:
 
 
 def _wiring(ops: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
-    """Returns name → the type of an op, and the ops that it reads, constants aside."""
+    """Returns the name of each op but constants → its type, and the tensors that it reads."""
     return {
         name: (
             op.type,
@@ -225,8 +240,8 @@ def _made(op: Any, half: Any, given: Sequence[BodyMode | None]) -> Sequence[Body
     """Returns what the outputs of an op of a body are to a part of the loop.
 
     Args:
-        op, half: it at both batch sizes.
-        given: what its inputs are.
+        op, half: the op at both batch sizes.
+        given: modes of its inputs.
     """
     found: Sequence[BodyMode | None] = ()
     if op.type == "Const":
@@ -264,7 +279,7 @@ def _constant_mode(op: Any, half: Any) -> BodyMode | None:
 
 
 def _list_modes(kind: str, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None] | None:
-    """Returns what an op makes that reads or writes lists; ``None`` for another op."""
+    """Returns what an op on lists makes; ``None`` where the op has no list."""
     of_list: Mapping[Any, BodyMode] = {mode: of for of, mode in ELEMENTS.items()}
     if kind in ("EmptyTensorList", "TensorListReserve"):
         return ("list",)
@@ -326,7 +341,7 @@ def _table_modes(op: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode
 
 
 def _numbers(tensor: Any) -> list[int] | None:
-    """Returns the numbers of a small constant of ints, or of what tells a known shape."""
+    """Returns the numbers of a small integer constant, or of a shape that an op reads."""
     op = tensor.op
     if op.type in ("Shape", "ShapeN"):
         shape = _shape(op.inputs[tensor.value_index])
@@ -339,7 +354,7 @@ def _shape(tensor: Any) -> tuple[int, ...] | None:
 
 
 def _has_mode(whole: Any, half: Any, mode: BodyMode | None) -> bool:
-    """Returns whether the shapes at both batch sizes are those of what a tensor is said to be."""
+    """Returns whether a tensor's shapes at both batch sizes agree with its mode."""
     one, other = _shape(whole), _shape(half)
     if mode != "part":
         return one == other

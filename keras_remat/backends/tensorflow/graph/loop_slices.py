@@ -1,14 +1,16 @@
-"""How TensorFlow's loops run on a slice of the batch: as wholes, with the lists that they fill.
+"""Says how TensorFlow's loops run on a slice of the batch.
 
-A loop (LSTM, GRU) is one op. Lists and time-major tensors lead to it and away from it. A part of it
-is the same loop on parts of these: what the body does to a part is asked of the table of ops
-(:mod:`.slice_rules`), op by op. A body names the batch's size in many places: shapes of lists and
-of gradients, zeros. So a part has the body, and the constants around it, of the step as it is
-traced at the part's size; and a step is traced at half the batch to see what follows the batch.
+A loop (LSTM, GRU) is one op. It reads and writes lists, and time-major tensors lead to them. A part
+of a loop is the same loop on parts of these. What its body does to a part
+(:mod:`.loop_bodies`) follows from the table of ops (:mod:`.slice_rules`), op by op.
 
-Lists, time-major tensors and counts of rounds are there in parts alone. All ops that touch one run
-in slices together (a *group*), or all of them stay whole: where the body holds an op that is not in
-the table, or somebody else reads what the group has in parts.
+A body names the batch's size in many places: in shapes of lists and of gradients, and in zeros. So
+a part takes its body, and the constants around the loop, from the step as it is traced at the
+part's size. Another trace, at half the batch, shows which sizes follow the batch.
+
+Lists, time-major tensors and counts of rounds exist in parts only. The ops that touch one of them
+are a *group*: all of them run in slices, or none does. None does where the body holds an op that
+the table does not know, or where an op outside the group reads what the group has in parts.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ from keras_remat.core.slices import SliceRule
 
 logger = logging.getLogger(__name__)
 
-#: What a node of a group reads: its part; all of it; a constant as it is at the part's size.
+#: What a node of a group reads: its part of a tensor, the whole tensor, or a constant as a trace at
+#: the part's size has it.
 LoopInput = Literal["part", "whole", "traced"]
 
 
@@ -56,8 +59,8 @@ class LoopRule:
     """Says how a node of a group runs on a part.
 
     Args:
-        inputs, outputs: what they are to it.
-        sizes: the batch's, where they are known to have it.
+        inputs, outputs: what each is to the part.
+        sizes: lengths of their axes of the batch, as far as they are known.
         group: the names of all nodes that run in slices together.
     """
 
@@ -73,7 +76,7 @@ class Loops:
 
     Args:
         rules: node name → how it runs on a part.
-        axes: tensor that is there in parts alone → its axis of the batch; ``None`` for a list or a
+        axes: tensor that exists in parts only → its axis of the batch; ``None`` for a list or a
             count.
     """
 
@@ -105,7 +108,7 @@ def has_loops(step: TensorFlowStep) -> bool:
 
 
 def loops_of(step: TensorFlowStep, half: TensorFlowStep) -> Loops:
-    """Returns how the loops of a step run in slices; those that stay whole are missing.
+    """Returns how the loops of a step run in slices; loops that stay whole are missing.
 
     Args:
         half: the same step at half the batch.
@@ -129,8 +132,8 @@ def loops_of(step: TensorFlowStep, half: TensorFlowStep) -> Loops:
 
 
 def is_alike(name: str, step: TensorFlowStep, other: TensorFlowStep) -> bool:
-    """Returns whether a node is the same op of the same tensors in a step at two batch sizes;
-    constants may differ."""
+    """Returns whether a node has one type and reads the same tensors at two batch sizes; constants
+    may differ."""
     its = other.nodes.get(name)
     if its is None or its.op != step.nodes[name].op:
         return False
@@ -178,7 +181,11 @@ class _Group:
         return views_to(self._step, tensor_key(tensor))[-1]
 
     def collect(self, first: str) -> None:
-        """Collects all nodes that touch what is in parts alone, from a loop on."""
+        """Collects all nodes that touch what exists in parts only, starting at a loop.
+
+        Raises:
+            StaysWholeError: one of them cannot run on a part.
+        """
         stack = [first]
         while stack:
             name = stack.pop()
@@ -200,8 +207,8 @@ class _Group:
                 stack += [node_of(owner), *self._readers[owner]]
 
     def _in_parts(self, node: Any) -> Iterator[tuple[str, int | None]]:
-        """Yields the tensors that a node reads or makes and that are there in parts alone, with
-        their axis of the batch."""
+        """Yields the tensors that a node reads or makes and that exist in parts only, each with
+        its axis of the batch."""
         read, kind = [tensor_key(i) for i in data_inputs(node)], node.op
         if kind == "StatelessWhile":
             yield from ((t, None) for t in (*read, *self._made(node)) if self._is_list(t))
@@ -245,7 +252,7 @@ class _Group:
         return {value.name: value.id for value in self._step.graph.values}
 
     def _is_count(self, node: Any, at: int) -> bool:
-        """Returns whether a loop reads there how often another loop ran."""
+        """Returns whether input ``at`` of a loop counts the rounds of another loop."""
         made_by, index = split_input(self._owner(data_inputs(node)[at]))
         return index == 0 and self._step.nodes[made_by].op == "StatelessWhile"
 
@@ -315,7 +322,7 @@ class _Group:
         return "whole" if one.attr["value"] == other.attr["value"] else "traced"
 
     def _sizes(self, tensor: str) -> list[int]:
-        """Returns what a tensor, and what it is a view of, have along the axis of the batch.
+        """Returns the lengths of a tensor, and of what it is a view of, along the batch's axis.
 
         Raises:
             StaysWholeError: a shape says something else.

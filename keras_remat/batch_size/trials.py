@@ -1,0 +1,199 @@
+"""Trains the sizes that a search found, and goes down or up from there.
+
+Where prediction and device disagree, the device wins: a found size is trained for a few real steps,
+on the given samples repeated, and every variable is put back. The next size is chosen as inside
+``fit`` (:mod:`keras_remat.batch_size.size_chooser`).
+
+A size may have a graph of its own, where the framework folds an op at some sizes and not at others.
+So every size is compared with its own trace before it runs, and planned anew where the ops are
+others.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from keras_remat.backends.base import Backend, TracedStep, preserved_state
+from keras_remat.backends.batches import repeated_batch
+from keras_remat.batch_size.cost_fit import transfer_costs
+from keras_remat.batch_size.found import BatchSearch, SizeTrial, is_allowed
+from keras_remat.batch_size.scaling import Scaling, traced_at
+from keras_remat.batch_size.size_chooser import SizeChooser
+from keras_remat.batch_size.step_scaling import in_slices
+from keras_remat.core.graph import Graph
+from keras_remat.core.limit import Limit
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Usage
+from keras_remat.core.slices import Slicing
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
+from keras_remat.planning.plan import Plan
+from keras_remat.planning.request import PlanRequest, plan_for
+
+#: Trains a size under a plan; what a step takes, or ``None`` when the device ran out of memory.
+Train = Callable[[int, Plan], Usage | None]
+
+
+class SizeRunner:
+    """Trains a batch, its samples repeated, in steps of any size; the model's variables are put
+    back after each size.
+
+    Args:
+        slicing: which ops run in slices.
+    """
+
+    def __init__(self, backend: Backend, model: Any, batch: Any, slicing: Slicing | None = None):
+        self._backend, self._model, self._batch = backend, model, batch
+        self._slicing = slicing
+        self._traced: tuple[int, TracedStep] | None = None  # of the newest size
+
+    def _trace(self, size: int) -> TracedStep:
+        if self._traced is None or self._traced[0] != size:
+            self._traced = None
+            gc.collect()  # the step before is in reference cycles
+            whole = traced_at(self._backend, self._model, self._batch, size)
+            self._traced = size, in_slices(whole, self._slicing)
+        return self._traced[1]
+
+    def graph(self, size: int) -> Graph:
+        """Returns the train step's graph at a size.
+
+        Raises:
+            UnsupportedModelError: the model cannot take a batch of that size.
+        """
+        return self._trace(size).graph
+
+    def __call__(self, size: int, plan: Plan) -> Usage | None:
+        """Trains two steps of a size and returns what the second took; ``None`` when the device ran
+        out of memory. The first call of a step autotunes, and says nothing about later ones."""
+        backend, traced = self._backend, self._trace(size)
+        known = plan.problem
+        if known is None:
+            raise ValueError("a plan that was loaded tells no costs: plan anew")
+        problem = replace(known, graph=traced.graph, budget_bytes=plan.budget_bytes)
+        try:
+            with preserved_state(backend, self._model) as put_back:
+                if backend.memory.order_matters:
+                    put_back()  # the peak depends on what ran before
+                batch = repeated_batch(self._batch, size)
+                run = backend.lower(traced, problem, plan.solution.schedule)
+                backend.measure(lambda: run(batch))
+                _, usage = backend.measure(lambda: run(batch))
+        except Exception as error:
+            if not backend.is_out_of_memory(error):
+                raise
+            return None
+        if backend.device.has_statistics:
+            backend.memory.observe(problem, plan.solution.schedule, usage.peak_bytes)
+        return usage
+
+
+def verified_search(
+    search: BatchSearch,
+    scaling: Scaling,
+    chooser: SizeChooser,
+    limit: Limit,
+    train: Train,
+    graph_of: Callable[[int], Graph] | None = None,
+) -> BatchSearch:
+    """Trains what a search found and goes down or up from there.
+
+    Args:
+        chooser: chooses the sizes.
+        limit: their predictions leave its margin free, and what they measure need not.
+        train: runs a size, see :class:`SizeRunner`.
+        graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
+            scaling's.
+
+    Returns:
+        The search with the largest size that trained, its plan with what was measured, and the
+        smallest size that did not; the sizes as they were, where none trained.
+    """
+    started, probes = time.perf_counter(), list(search.probes)
+    while True:
+        chooser, chosen = chooser.choose(scaling, limit)
+        if chosen is None:
+            break
+        size, plan = chosen
+        problem = scaling.at(size)
+        try:
+            graph = problem.graph if graph_of is None else graph_of(size)
+        except UnsupportedModelError as error:
+            own: Plan | SizeTrial = SizeTrial(size, None, str(error))
+        else:
+            own = _for_its_graph(size, plan, problem, graph, chooser)
+        if isinstance(own, SizeTrial):  # the reason why not
+            probes.append(own)
+            chooser = chooser.after_trial(size, None, 0, fits=False)
+            continue
+        usage = train(size, own)
+        if usage is None:
+            chooser = chooser.after_trial(size, own, 0, fits=False)
+            continue
+        probes.append(
+            SizeTrial(size, replace(own, measured=usage, budget_bytes=limit.usable_bytes))
+        )
+        fits = limit.holds(usage.peak_bytes)
+        chooser = chooser.after_trial(size, own, usage.peak_bytes, fits=fits)
+    return _with_verified(
+        search, probes, chooser, verification_time_s=time.perf_counter() - started
+    )
+
+
+def _for_its_graph(
+    size: int, plan: Plan, planned: Problem, graph: Graph, chooser: SizeChooser
+) -> Plan | SizeTrial:
+    """Returns ``plan``, or one made anew where the step that runs at this size has other ops; a
+    probe with the reason where none fits."""
+    if graph.has_ops_of(planned.graph):
+        return plan
+    problem, others = transfer_costs(planned, graph), len(planned.graph.ops)
+    differs = f"the train step has {len(graph.ops)} ops at this size, {others} at others"
+    try:
+        plan = plan_for(
+            PlanRequest.on(
+                chooser.backend,
+                problem=problem,
+                batch_size=size,
+                limit=Limit(plan.budget_bytes),
+                solver="greedy",
+                seconds=chooser.solve_s,
+                seed=chooser.seed,
+            )
+        )
+    except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+        return SizeTrial(size, None, f"{differs}: {error}")
+    if not is_allowed(problem, plan.predicted.time_s, chooser.max_overhead):
+        return SizeTrial(size, None, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
+    return plan
+
+
+def _with_verified(
+    search: BatchSearch,
+    probes: list[SizeTrial],
+    chooser: SizeChooser,
+    *,
+    verification_time_s: float,
+) -> BatchSearch:
+    """Returns the search with the results of the sizes that ran."""
+    failed, failed_peak = chooser.failed
+    search = replace(
+        search,
+        probes=tuple(probes),
+        failed_batch_size=failed or None,
+        failed_peak_bytes=failed_peak or None,
+        verification_time_s=verification_time_s,
+        ended_by_clock=search.ended_by_clock or chooser.ended_by_clock,
+    )
+    if not chooser.trained:
+        return search
+    fitting = [p for p in probes if p.plan is not None and p.batch_size <= chooser.trained]
+    return replace(
+        search,
+        max_batch_size=chooser.trained,
+        plain_batch_size=min(search.plain_batch_size, chooser.trained),
+        fastest_batch_size=max(fitting, key=lambda p: p.samples_per_s).batch_size,
+    )
