@@ -19,7 +19,7 @@ import keras_remat
 from keras_remat.backends.installed import Caller, Installed
 from keras_remat.core.events import EventKind
 from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.training import batches, driver, modes, sizes, steps
+from keras_remat.training import batches, driver, modes, size_costs, sizes, steps
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import USUAL_CONSTRAINTS, PriorPlans
 from keras_remat.training.tools import running_tools
@@ -198,8 +198,8 @@ class Driven:
 
     def reference_costs(self, batch):
         """What a search for larger batches asks for."""
-        self.fit.record = steps.with_reference_traced(self.fit, self.fit.record, batch)
-        return steps.reference_costs(self.fit, self.fit.record)
+        self.fit.record = size_costs.with_reference_traced(self.fit, self.fit.record, batch)
+        return size_costs.reference_costs(self.fit, self.fit.record)
 
     @property
     def tools(self):

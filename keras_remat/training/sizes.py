@@ -36,7 +36,7 @@ from keras_remat.core.limit import Limit
 from keras_remat.errors import RematError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND
-from keras_remat.training import steps, tell
+from keras_remat.training import size_costs, steps, tell
 from keras_remat.training.batches import Due, divisible
 from keras_remat.training.contest import compared
 from keras_remat.training.decide import Phase
@@ -180,11 +180,12 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
     record = _with(record, held_bytes=_bytes_held_beside(fit, batch))
     try:
         with fit.long_task("searching the largest batch that fits"):
-            record = steps.with_reference_traced(fit, record, batch)
+            record = size_costs.with_reference_traced(fit, record, batch)
             find = partial(_search, fit, record, at_most)
-            scaling, search = searched_in_slices(steps.scaling_of(fit, record, batch), find)
+            scaling, search = searched_in_slices(size_costs.scaling_of(fit, record, batch), find)
             if isinstance(wanted, int) and at_most is not None:
-                in_slices = steps.scalings_in_slices(record, scaling, at_most, _limit(fit, record))
+                limit = _limit(fit, record)
+                in_slices = size_costs.scalings_in_slices(record, scaling, at_most, limit)
                 scaling, search = searched_further(scaling, search, in_slices, at_most, find)
             record = _with(record, scaling=scaling)
     except (UnsupportedModelError, *NOT_FOUND) as error:
@@ -277,7 +278,7 @@ def _bytes_held_beside(fit: FitState, batch: Any) -> int:
 def _search_s(fit: FitState, record: FitRecord) -> float:
     """Returns the seconds that a search is worth, by what a step is estimated to take: what is
     measured depends on what else the machine does."""
-    step_s, left = steps.estimated_step_s(fit, record), fit.most_steps_left
+    step_s, left = size_costs.estimated_step_s(fit, record), fit.most_steps_left
     count = (
         float(OPTIONS.search_steps)
         if left is None
@@ -318,7 +319,7 @@ def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
     chooser, scaling, size = record.sizes.chooser, record.sizes.scaling, record.sizes.size
     if chooser is None or scaling is None:
         return record
-    problem, chosen = steps.whole_problem(record), None
+    problem, chosen = size_costs.whole_problem(record), None
     if problem is not None and record.is_settled:
         scaling.whole.learn(size, problem)
     if fit.options.batch_size != "fastest":

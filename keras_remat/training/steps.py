@@ -6,28 +6,15 @@ record comes in and another one goes out. A step that runs out of memory is undo
 
 The first call of a step traces and tunes kernels, which takes time and memory that later calls do
 not: nothing that it measures decides, except that it ran out of memory.
-
-One file, though a little long: a new shape's step, an attempt and its costs look at one record.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeGuard
 
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
-from keras_remat.batch_size.step_scaling import (
-    AnyScaling,
-    SlicedScaling,
-    scalings_below,
-    sliced_scaling,
-)
-from keras_remat.core.limit import Limit
-from keras_remat.core.problem import Problem
-from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import UnsupportedBatchError
 from keras_remat.training import effects, tell
@@ -314,97 +301,3 @@ def runs_plain(fit: FitState, *, may_grow: bool) -> bool:
     if isinstance(shape, TracedShape) and not (peak_bytes or tools.backend.device.has_statistics):
         peak_bytes = tools.costs.plain_bound_bytes(shape.costs)
     return fit.limit.fits((1 + may_grow) * peak_bytes)
-
-
-# -------------------------------------------------------------------- what steps cost
-
-
-def with_reference_traced(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
-    """Returns the record where the reference shape's step is traced.
-
-    Args:
-        batch: of the reference shape; it is traced where it was known to fit without that.
-
-    Raises:
-        LookupError: there is no reference shape.
-        UnsupportedModelError: nothing can be planned for it.
-    """
-    tools, shape = running_tools(fit), record.running.reference_shape
-    if shape is None:
-        raise LookupError("no batch was trained")
-    if isinstance(shape, TracedShape):
-        return record
-    with fit.planning():
-        costs = effects.costs_of(tools, shape, batch)
-    tools.family.learn(shape.signature, costs)
-    return record.with_shape(record.mode, shape.traced(costs))
-
-
-def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int, Profile]]:
-    """Returns the costs of the reference shape's traced step, and the profiles of its ops that were
-    measured at other batch sizes, by size.
-
-    After plain steps, estimated op times are scaled to the measured step.
-
-    Raises:
-        LookupError: no step was traced.
-    """
-    steps, baseline = record.running, record.baseline.usage
-    shape, problem = steps.reference_shape, steps.problem
-    if shape is None or problem is None:
-        raise LookupError("no step was traced")
-    if problem.profile.source == "estimated" and baseline and problem.store_all_time_s > 0:
-        ratio = baseline.time_s / problem.store_all_time_s
-        op_time_s = tuple(time_s * ratio for time_s in problem.profile.op_time_s)
-        problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
-    family = running_tools(fit).family
-    return problem, family.profiles_by_size(steps.shapes, shape.signature, problem.graph)
-
-
-def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> AnyScaling:
-    """Returns what the reference shape's step costs at other batch sizes; in the slices that it
-    runs in, if it has any.
-
-    Raises:
-        UnsupportedModelError: no two of the sizes tried have the same ops.
-    """
-    backend, (problem, measured) = running_tools(fit).backend, reference_costs(fit, record)
-    shape = record.running.reference_shape
-    if isinstance(shape, TracedShape):
-        traced = shape.costs.traced
-        sliced = sliced_scaling(backend, fit.model, traced, problem, batch)
-        if sliced is not None:
-            return sliced
-    return batch_scaling(backend, fit.model, problem, batch, measured)
-
-
-def scalings_in_slices(
-    record: FitRecord, scaling: AnyScaling, wanted: int, limit: Limit
-) -> Iterator[SlicedScaling]:
-    """Yields what the reference shape's step costs with some ops in slices, where it runs whole.
-
-    Args:
-        scaling: what it costs with whole ops; of a step in slices nothing follows.
-        wanted: the batch size that is to be reached.
-        limit: that it has to keep to.
-    """
-    shape = record.running.reference_shape
-    if isinstance(shape, TracedShape) and isinstance(scaling, BatchScaling):
-        yield from scalings_below(scaling, shape.costs.traced, shape.batch_size, wanted, limit)
-
-
-def whole_problem(record: FitRecord) -> Problem | None:
-    """Returns what the reference shape's ops cost when they are whole; ``None`` where its step was
-    not traced."""
-    shape = record.running.reference_shape
-    return shape.costs.as_whole.problem if isinstance(shape, TracedShape) else None
-
-
-def estimated_step_s(fit: FitState, record: FitRecord) -> float:
-    """Returns the seconds that the reference shape's plain step is estimated to take, without a
-    measurement; 0 where it was not traced."""
-    shape = record.running.reference_shape
-    if not isinstance(shape, TracedShape):
-        return 0.0
-    backend = running_tools(fit).backend
-    return sum(backend.estimated_profile(shape.costs.traced, 0).op_time_s)

@@ -289,7 +289,7 @@ def test_a_larger_batch_is_searched_from_a_batch_of_the_shape_that_was_traced(mo
         asked.append((tuple(batch[0].shape), {shape for shape in inputs if shape[0] == 4}))
         raise UnsupportedModelError("enough is known")
 
-    monkeypatch.setattr("keras_remat.training.steps.batch_scaling", scaling)
+    monkeypatch.setattr("keras_remat.training.size_costs.batch_scaling", scaling)
     model, data = texts_of((9, 3, 9, 3, 3, 9, 3, 9, 3))
     model.fit(data, epochs=6, verbose=0, callbacks=[autotune(batch_size="fastest")])
     assert asked == [((4, 9), {(4, 9), (4, 1)})]

@@ -24,8 +24,7 @@ from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
-from keras_remat.training import driver, modes, sizes
-from keras_remat.training import steps as measuring
+from keras_remat.training import driver, modes, size_costs, sizes
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.decide import Phase
 from keras_remat.training.shape_state import ShapeState
@@ -276,9 +275,9 @@ def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
         raise ScheduleNotFoundError(1, 1)
 
     monkeypatch.setattr(sizes, "search_batch_size", search)
-    monkeypatch.setattr(measuring, "scaling_of", lambda *arguments: None)
+    monkeypatch.setattr(size_costs, "scaling_of", lambda *arguments: None)
     monkeypatch.setattr(driver, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    monkeypatch.setattr(measuring, "estimated_step_s", lambda *arguments: 0.5)
+    monkeypatch.setattr(size_costs, "estimated_step_s", lambda *arguments: 0.5)
     steps = FakeSteps()
     steps.most_steps = left
     epoch(Fixed(steps, "max"))
