@@ -1,10 +1,11 @@
 """Prints numbers of the package's structure: what a reader meets, and how much can change.
 
-    python benchmarks/structure.py [--frames] [--json FILE]
+    python benchmarks/structure.py [--list] [--frames] [--json FILE]
 
 Every number but the last is read from the source by :mod:`ast` and :mod:`tokenize`; nothing is
-imported. ``--frames`` trains a small model under a limit and counts the package's own frames on
-the stack, so it needs Keras on TensorFlow.
+imported. ``--list`` names the files and functions that are too long or too short and give no reason
+in their docstring. ``--frames`` trains a small model under a limit and counts the package's own
+frames on the stack, so it needs Keras on TensorFlow.
 
 A number is a place to look, not a verdict: lines that are saved by longer lines do not count.
 """
@@ -26,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "keras_remat"
 #: Files and functions that the style asks a reason for, in lines.
 SHORT_FILE, LONG_FILE, LONG_FUNCTION = 30, 400, 60
+#: A docstring gives a reason for a length if it says so.
+REASON = re.compile(r"though\s+(a\s+little\s+)?(long|short)\b", re.IGNORECASE)
 #: What the limit of a fit is called where it is compared.
 LIMIT_NAMES = re.compile(r"^_?(limit|budget|usable|room|target)(_bytes)?$")
 #: Tokens that are no code.
@@ -126,10 +129,30 @@ def _last_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def long_functions(tree: ast.Module) -> int:
-    """Returns how many functions are longer than the style asks for."""
+def long_functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Returns the functions that are longer than the style asks for."""
     functions = (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS))
-    return sum((f.end_lineno or f.lineno) - f.lineno + 1 > LONG_FUNCTION for f in functions)
+    return [f for f in functions if (f.end_lineno or f.lineno) - f.lineno + 1 > LONG_FUNCTION]
+
+
+def has_reason(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Returns whether a docstring says why a file or a function is long, or short."""
+    return bool(REASON.search(ast.get_docstring(node) or ""))
+
+
+def without_reason() -> list[str]:
+    """Returns the files and functions whose length the style asks a reason for, and that give none;
+    files that are a docstring alone make a folder a package, and need none."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        tree, lines = ast.parse(text), text.count("\n")
+        is_odd = len(tree.body) > 1 and not SHORT_FILE <= lines <= LONG_FILE
+        if is_odd and not has_reason(tree):
+            found.append(f"{name}: {lines} lines")
+        functions = (f for f in long_functions(tree) if not has_reason(f))
+        found += [f"{name}: {f.name} is over {LONG_FUNCTION} lines" for f in functions]
+    return found
 
 
 def numbers() -> dict[str, int]:
@@ -146,7 +169,10 @@ def numbers() -> dict[str, int]:
         "files": len(texts),
         f"files under {SHORT_FILE} lines": sum(0 < n < SHORT_FILE for n in lengths),
         f"files over {LONG_FILE} lines": sum(n > LONG_FILE for n in lengths),
-        f"functions over {LONG_FUNCTION} lines": sum(map(long_functions, trees.values())),
+        f"functions over {LONG_FUNCTION} lines": sum(
+            len(long_functions(tree)) for tree in trees.values()
+        ),
+        "of these, without a reason": len(without_reason()),
         "numeric constants of modules": sum(map(numeric_constants, trees.values())),
         "objects of a fit that change": len({owner for owner, _ in reassigned}),
         "attributes of a fit that change": len(reassigned),
@@ -210,6 +236,7 @@ def counting_callback(counter: _FrameCounter) -> Any:
 def main() -> None:
     """Prints the numbers, and writes them to a file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="name what gives no reason")
     parser.add_argument("--frames", action="store_true", help="train a model and count frames")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
@@ -218,6 +245,8 @@ def main() -> None:
         found["frames of a step"] = frames_of_a_step()
     for name, number in found.items():
         print(f"{name:36s}{number:8,d}")
+    if options.list:
+        print(*without_reason(), sep="\n")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""``python -m keras_remat`` is the command line."""
+"""Runs the command line for ``python -m keras_remat``; though short, Python asks for this file."""
 
 import sys
 

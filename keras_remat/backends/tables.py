@@ -1,4 +1,7 @@
-"""Tables of what frameworks call their operations; apart, because every backend has some."""
+"""Reads tables of what frameworks call their operations.
+
+A file of its own, though short: every backend has such tables.
+"""
 
 
 def names(text: str) -> frozenset[str]:

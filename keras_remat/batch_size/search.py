@@ -94,10 +94,8 @@ def search_batch_size(
             gets more than a quarter of that.
         late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached;
             ``None`` for none.
-        late_time_limit_s: the same for that and for steps from known orders, beside what is left of
-            the others.
-        afterwards_s: seconds that have to be left until the deadline when a plan is the result;
-            ``None`` for none.
+        late_time_limit_s: seconds for that and for steps from known orders, on top of what is left.
+        afterwards_s: seconds to leave until the deadline, by the plan found; ``None`` for none.
         deadline_s: by ``time.perf_counter``; both time limits from now at the latest, or 10 s.
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.

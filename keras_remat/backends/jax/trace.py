@@ -136,6 +136,8 @@ def trace(
 ) -> JaxTracedStep:
     """Traces ``model.train_step`` for one batch shape, without running or allocating anything.
 
+    One function, though long: it puts together what one traced step is made of.
+
     Args:
         model: a compiled Keras model on the JAX backend. Unbuilt parts (model, optimizer, metrics)
             are built as ``fit`` would.

@@ -94,7 +94,9 @@ def order_of(op_at: Iterable[int]) -> tuple[int, ...]:
 
 
 def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[Any, Any, Any]:
-    """Returns ``s``, ``live`` and ``f`` of the kernel, without any run. Long, but a list of tables.
+    """Returns ``s``, ``live`` and ``f`` of the kernel, without any run.
+
+    One function, though long: a list of tables.
 
     Args:
         problem: see :class:`Timeline`.

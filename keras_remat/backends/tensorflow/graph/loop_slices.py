@@ -108,11 +108,8 @@ def has_loops(step: TensorFlowStep) -> bool:
 
 
 def loops_of(step: TensorFlowStep, half: TensorFlowStep) -> Loops:
-    """Returns how the loops of a step run in slices; loops that stay whole are missing.
-
-    Args:
-        half: the same step at half the batch.
-    """
+    """Returns how loops run in slices, by a step and the same at half the batch; loops that stay
+    whole are missing."""
     rules: dict[str, LoopRule] = {}
     axes: dict[str, int | None] = {}
     seen: set[str] = set()
@@ -132,8 +129,8 @@ def loops_of(step: TensorFlowStep, half: TensorFlowStep) -> Loops:
 
 
 def is_alike(name: str, step: TensorFlowStep, other: TensorFlowStep) -> bool:
-    """Returns whether a node has one type and reads the same tensors at two batch sizes; constants
-    may differ."""
+    """Returns whether a node is of one type and reads the same tensors, but for constants, in a
+    step at two batch sizes."""
     its = other.nodes.get(name)
     if its is None or its.op != step.nodes[name].op:
         return False
