@@ -11,7 +11,7 @@ from keras_remat.errors import unknown_name
 
 
 def check_among(name: str, value: Any, accepted: tuple[Any, ...], *more: str) -> None:
-    """Raises ``ValueError`` for a value that is none of those accepted."""
+    """Raises ``ValueError`` for a value that is not among the accepted ones."""
     if value not in accepted:
         forms = ", ".join([*map(repr, accepted), *more])
         raise ValueError(f"{name} must be one of {forms}; got {value!r}")
@@ -49,7 +49,7 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns whether a value is a real number. NumPy's are, too; a bool is none."""
+    """Returns whether a value is a real number, Python's or NumPy's, and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

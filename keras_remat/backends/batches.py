@@ -66,7 +66,7 @@ def uneven_shape(batch: Any) -> tuple[int, ...] | None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Returns bytes of the numbers in a batch; those of strings are not known."""
+    """Returns the bytes of a batch's numbers; strings count 0, because their bytes are unknown."""
     total = 0
     for leaf in leaves_of(batch):
         if leaf is not None:

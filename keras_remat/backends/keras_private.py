@@ -28,7 +28,7 @@ def build(model: Any, batch: Any) -> None:
 
 
 def masks(arrays: Any) -> list[Any]:
-    """Returns the mask of every array in a structure, ``None`` where there is none."""
+    """Returns one mask for each array in a structure, ``None`` for an array without one."""
     import keras
     from keras.src.backend import get_keras_mask
 

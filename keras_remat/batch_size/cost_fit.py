@@ -122,9 +122,9 @@ def transfer_costs(problem: Problem, graph: Graph) -> Problem:
 
     Args:
         problem: the graph and profile to begin with.
-        graph: where it has the same ops, they cost the same per byte; else those of the same name
-            and kind do. Any others cost what their kind, or all ops, cost per byte, and need no
-            workspace.
+        graph: whose ops get costs. Where it has the same ops, each costs the same per byte. Else
+            ops of the same name and kind do. Any other op costs per byte what its kind, or all ops
+            together, cost, and needs no workspace.
     """
     profile, old = problem.profile, problem.graph
     by_name = {(op.name, op.kind): op for op in old.ops}

@@ -100,7 +100,7 @@ def will_it_fit(
 
 
 def _check_batch(batch: Any, batch_size: int | None, *, named: bool) -> None:
-    """Raises for a batch that does not go with a model, or a size that is none."""
+    """Raises for a batch that does not go with the model, or a size below 1."""
     if batch_size is not None:
         check_int("batch_size", batch_size, least=1)
     if named and batch is not None and not isinstance(batch, int):

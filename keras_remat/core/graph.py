@@ -34,7 +34,7 @@ PHASES = (FORWARD, BACKWARD, UPDATE)
 
 
 def is_int(number: object) -> TypeGuard[int]:
-    """Returns whether something is an int; a bool, which Python takes for one, is none."""
+    """Returns whether something is an int and no bool."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 

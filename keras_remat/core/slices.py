@@ -53,11 +53,11 @@ class SliceRule:
     """Says how an op runs part by part.
 
     Args:
-        sliced: ids of the inputs of which a part reads its own part.
+        sliced: ids of the inputs that a part reads its own part of.
         whole: ids of the inputs that every part reads whole; an id may be in both.
-        sums: ids of the outputs that are the sum of what the parts compute; the others are made
-            part by part.
-        means: those of them that are the mean of what the parts compute.
+        sums: ids of the outputs that are the sum, or the mean, of what the parts compute. The other
+            outputs are made part by part.
+        means: ids among ``sums`` of the outputs that are the mean.
         divides: a number that the number of parts divides; 0 where any does.
         partners: ids of ops that have to run in slices, too, where this one does.
     """

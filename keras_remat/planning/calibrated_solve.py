@@ -73,8 +73,8 @@ class BudgetCandidate:
     Args:
         solution: the schedule, with its usage.
         usage: predicted seconds of a step, and the most bytes alive.
-        peak_bytes: what the device will have in use.
-        is_exact: whether compiling has told the peak.
+        peak_bytes: bytes that the device will have in use at the peak.
+        is_exact: whether that peak comes from compiling the schedule.
     """
 
     solution: Solution

@@ -172,12 +172,14 @@ def _solved(
 def _least_over_limit(
     request: PlanRequest, failure: InfeasibleBudgetError | ScheduleNotFoundError
 ) -> BudgetCandidate:
-    """Returns what needs least: of all that was found when nothing kept to the limit, or, where no
-    compiler has told its peak, of what a quick solver finds.
+    """Returns the schedule that needs least, where none keeps to the limit.
 
-    It is worth a measured step, however little it is predicted to save; where the order of ops
-    matters and other orders were measured, whatever is predicted: what a device needs beyond that
-    differs from order to order (a plan predicted at 95 MiB measured 74).
+    It is the least of all that were found; where no compiler has told its peak, the least that a
+    quick solver finds.
+
+    A small predicted saving is enough to measure it. Where the order of ops matters and other
+    orders were measured, it is measured whatever is predicted, because what a device adds to a
+    prediction differs from order to order (a plan predicted at 95 MiB measured 74).
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: ``failure``, where there is none.

@@ -277,8 +277,8 @@ def plan_in_slices(
     """Returns what :func:`plan_with_slices` does where there is no plan for the whole step.
 
     Args:
-        failure: why there is none.
-        door: answers requests.
+        failure: why no plan of whole ops was found.
+        door: makes a plan for a request.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: slices do not help; the message names the op

@@ -92,11 +92,11 @@ def memory(
     """Returns bytes alive over the time of a step.
 
     Args:
-        curves: by name, which is ``"plain"`` or ``"plan"`` and the look; the last one gives the
-            phases and what is told on hover.
+        curves: name → curve. The name, ``"plain"`` or ``"plan"``, sets its look. The last curve
+            also gives the phases and the texts on hover.
         limit: name and bytes of a dashed line.
-        measured: what was measured under the last curve.
-        hover: whether columns tell what runs and who holds most.
+        measured: the measured peak of the last curve's step.
+        hover: whether columns show what runs and which values are largest.
     """
     last = list(curves.values())[-1]
     resident = last.problem.profile.resident_bytes

@@ -329,7 +329,7 @@ def overhead_text(plan: Planned, usage: Usage | None) -> str:
 
 
 def overhead_source(plan: Planned) -> str:
-    """Returns in words what a plan's overhead is told by."""
+    """Names what a plan's overhead was computed from."""
     if plan.compiled is not None and plan.compiled.time_s != plan.predicted.time_s:
         return "what the compiler made of it"
     return f"{plan.profile_source} op times"

@@ -34,7 +34,7 @@ class Baseline:
     Args:
         usage: seconds and peak; ``None`` before anything is known.
         batch_size: of that step.
-        shape: that it is told from.
+        shape: whose steps define it.
         shares: mode → what a plain step takes, as a share of a step of its plan.
         plain_s: seconds of a plain step by the epoch's newest steps.
     """

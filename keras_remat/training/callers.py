@@ -88,8 +88,11 @@ def data_of_fit(model: Any) -> tuple[Any, ...]:
 
 
 def validation_of_fit(model: Any) -> tuple[Any, Any, Any] | None:
-    """Returns inputs, targets and weights that the innermost ``fit`` validates with; ``None`` where
-    it was told in how large batches, or is not one of ``model``."""
+    """Returns the inputs, targets and weights that the innermost ``fit`` validates with.
+
+    ``None`` where the user gave the size or number of validation batches, or where that ``fit``
+    trains another model.
+    """
     frame = innermost_fit()
     names = {} if frame is None else _variables(frame)
     is_told = names.get("validation_batch_size") or names.get("validation_steps")
@@ -112,8 +115,9 @@ def trains_alone(iterator: Any) -> bool:
 def _variables(frame: FrameType) -> dict[str, Any]:
     """Returns the variables of a function that runs.
 
-    Before Python 3.13 a frame keeps what it has told, until it is asked again: an epoch's iterator,
-    whose threads the next asker waits for, and the state of that moment. So it is made to forget.
+    Before Python 3.13 a frame keeps the variables that it returned until it is asked again. Among
+    them are an epoch's iterator, whose threads the next asker waits for, and the model's state. So
+    the frame's copy is cleared.
     """
     told = frame.f_locals
     variables = dict(told)

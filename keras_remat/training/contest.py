@@ -48,7 +48,7 @@ class Tried:
         time_s: measured for a step; infinite where no schedule keeps to the limit.
         least_s: what it is predicted to take without recomputation; as much as measured where there
             is none.
-        over_bytes: by how much one op alone is over the limit; at most 0 where none is.
+        over_bytes: what the largest op alone needs above the limit; at most 0 where it fits.
     """
 
     micro_batches: int
@@ -161,7 +161,7 @@ class Contest(Generic[Side]):
         """Returns the contest where a side trains from here on.
 
         Args:
-            tried: what came of both sides, where a trial has told.
+            tried: what both sides came to, where a trial has ended.
         """
         return replace(self, running=side, trial=None, tried=tried or self.tried)
 

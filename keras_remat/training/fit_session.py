@@ -268,8 +268,10 @@ class FitSession:
         )
 
     def passes(self, batch: int) -> bool:
-        """Notes that a batch is announced that is none of ours, where nothing is to be done and
-        nothing to be looked at; returns whether that is so."""
+        """Notes the begin of a batch that Keras's own step trains; returns whether that is all.
+
+        It is all where nothing is to be done and no look at the step is due.
+        """
         return self._aside is not None and self._aside.passes(batch)
 
     def validation_begins(self) -> None:

@@ -205,8 +205,9 @@ def _ended(
 def _following(
     fit: FitState, contest: Contest[Mode], size: int, *, is_on_trial: bool = False
 ) -> tuple[Contest[Mode], Mode | None]:
-    """Returns the contest where the next mode is under way, and that mode, which never runs the
-    plain step: what was tried first has told that it does not fit; ``None`` where no mode is left.
+    """Returns the contest once the next mode has begun, and that mode; ``None`` where none is left.
+
+    A later mode never runs the plain step: the first one has shown that it does not fit.
     """
     failed, options = contest.running, fit.options
     if contest.modes_left:

@@ -129,8 +129,11 @@ def _needs_plan(tools: Tools, constraints: StepConstraints) -> bool:
 
 
 def is_overtaken(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether something follows for a shape before its next step: a step of another shape
-    has ended its recording, or it was seen from outside to take more than the limit."""
+    """Returns whether something was decided for a shape before its next step.
+
+    A step of another shape has ended its recording, or Keras's own step was seen to take more than
+    the limit.
+    """
     if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
         return True
     is_plain = not isinstance(shape, PlannedShape) and not shape.tries.plain_ruled_out

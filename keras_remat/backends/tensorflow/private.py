@@ -600,8 +600,8 @@ def exchanged_in_packs(strategy: Any, pack_bytes: int) -> Iterator[None]:
 
 
 def distributed_container(handle: Any) -> Any:
-    """Returns the variable of all replicas that the variable behind a handle is part of; ``None``
-    where it is none's."""
+    """Returns the distributed variable that the variable behind a handle belongs to; ``None`` where
+    it belongs to none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
 

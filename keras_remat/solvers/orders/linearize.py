@@ -1,5 +1,4 @@
-"""The forward phase of any graph seen as a chain of cuts: what the chain algorithms of the
-literature are told about it.
+"""Reads the forward phase of any graph as a chain of cuts, for the literature's chain algorithms.
 
 A cut after forward position ``p`` separates positions up to ``p`` from the later ones; the values
 that cross it are all that later forward ops read. Keeping the crossing values of a few cuts
@@ -62,8 +61,10 @@ class Linearized:
 
     @cached_property
     def last_forward_read(self) -> dict[int, int]:
-        """Returns value → position of its last forward reader, for values of the forward phase;
-        its own position when there is none."""
+        """Returns each value of the forward phase → the position of its last forward reader.
+
+        A value without one has its own position.
+        """
         graph = self.problem.graph
         last: dict[int, int] = {}
         for at, op_id in enumerate(self.forward):

@@ -145,7 +145,7 @@ class _Fresh:
         heapq.heappush(self.heaps[kind], (self.place[op_id], op_id))
 
     def pop(self, kind: int) -> int | None:
-        """Returns the first op to examine in one way; ``None`` when there is none."""
+        """Returns the next op to examine in one way; ``None`` where all were examined."""
         heap = self.heaps[kind]
         if not heap:
             return None
@@ -209,8 +209,11 @@ class _Hoist:
         return self.order
 
     def _next_run(self, following: int) -> list[int]:
-        """Chooses what is moved ahead next: an op that makes little of much, else one that shrinks
-        memory by itself, else a run of ops that does; empty when there is none."""
+        """Chooses the ops to move ahead next; empty where no op is worth it.
+
+        First comes an op whose result is small beside what it reads, then one that shrinks memory
+        by itself, then a run of ops that does.
+        """
         for longest in (0, 1, CLUSTER_OPS):
             while (candidate := self.fresh.pop(longest)) is not None:
                 if self.done[candidate]:
@@ -330,8 +333,8 @@ class _Hoist:
         return []
 
     def _with_pulled(self, run: Collection[int], read: set[int]) -> list[int]:
-        """Returns a descendant of ``run`` that waits for few other ops, after those; empty when
-        there is none."""
+        """Returns a follower of ``run``, after the few other ops that it waits for; empty where all
+        followers wait for more."""
         for op_id in run:
             for follower in self.followers[op_id]:
                 if follower not in run and self.waiting[follower] <= PULLED_OPS:

@@ -359,8 +359,8 @@ class Translation:
         )
 
     def _reusable(self, node: Any, owners: Sequence[str]) -> Sequence[str]:
-        """Returns those of an op's inputs whose buffer its kernel may take over, in the order in
-        which it tries."""
+        """Returns the inputs whose buffer an op's kernel may take over, in the order in which the
+        kernel tries them."""
         if node.op in kinds.REUSES_INPUT:
             return owners
         if node.op in kinds.REUSES_FIRST_INPUT:
