@@ -47,7 +47,7 @@ def bytes_in_use():
     return tensorflow_backend.backend().device.in_use_bytes()
 
 
-def train(room, seen, epochs=EPOCHS, validation=False):
+def train(room, seen, epochs=EPOCHS, validation=False, batch=BATCH):
     """One ``fit`` of a model made anew with ``room`` bytes above what TensorFlow still holds of
     earlier ones; returns the model, the callback, and what was raised."""
     limit = bytes_in_use() + room
@@ -64,7 +64,7 @@ def train(room, seen, epochs=EPOCHS, validation=False):
     try:
         model.fit(
             *data,
-            batch_size=BATCH,
+            batch_size=batch,
             epochs=epochs,
             shuffle=False,
             verbose=0,
@@ -231,12 +231,14 @@ def test_out_of_memory_in_validation_is_the_users_to_see(limits, undisturbed, mo
 
 
 def test_memory_that_never_suffices_ends_with_the_frameworks_error_as_a_note(limits, monkeypatch):
+    """Every number of micro-batches is tried, and traced: there are few of four samples."""
+
     def method(self, batch):
         raise out_of_memory()
 
     monkeypatch.setattr(InstalledTrainFunction, "run_plain", method)
     monkeypatch.setattr(LoweredStep, "__call__", method)
-    model, _, raised = train(limits["plain"], Seen())
+    model, _, raised = train(limits["plain"], Seen(), batch=4)
     assert isinstance(raised, keras_remat.RematError)
     assert any("ResourceExhaustedError" in note for note in raised.__notes__)
     assert int(model.optimizer.iterations) == 0

@@ -53,8 +53,8 @@ def arrived(tools: Tools, batch: Any, key: Signature, constraints: StepConstrain
     if key not in steps.shapes:
         with tools.fit.planning():
             steps = steps.with_shape(_first_step(tools, batch, key, constraints))
-    size, may_miss = tools.fit.record.sizes.size, constraints.allow_over_limit
-    steps = steps.after_batch(key, size, allow_over_limit=may_miss)
+    size, allow_over_limit = tools.fit.record.sizes.size, constraints.allow_over_limit
+    steps = steps.after_batch(key, size, allow_over_limit=allow_over_limit)
     for shape in steps.recorded_beside(key):  # another shape's step ends it
         steps = steps.with_shape(effects.end_recording(tools, shape))
     return tools.fit.record.with_steps(tools.mode, steps)

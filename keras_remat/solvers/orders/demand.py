@@ -7,6 +7,14 @@ not run again (not recomputable, or an op that must follow it has already run) m
 impossible for its outputs; those are then pinned (never dropped) and the walk starts over, which
 ends because every round pins more. Dropping a value means only that later readers recompute it: how
 long an instance really lives follows from the order (:mod:`keras_remat.core.simulate`).
+
+Three walks recompute on demand. They stay three, because each knows other things when it decides;
+one for all would have a switch at every decision. This one asks its policy between ops, knows no
+budget, and collects all that is missing before it runs any of it. DTR's
+(:mod:`keras_remat.solvers.papers.dtr`) decides when memory is full, so it locks what ops under way
+will read; it is a policy here, and shares what may not run again.
+:mod:`keras_remat.solvers.search.eviction` never starts over: it knows the last position at which
+each op may run, and which evicted ops wait for a value.
 """
 
 from __future__ import annotations

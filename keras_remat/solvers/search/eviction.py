@@ -16,7 +16,8 @@ Evicting late costs nothing: the derived lifetime of an evicted value ends at it
 the moment of the decision.
 
 DTR's own walk (:mod:`keras_remat.solvers.papers.dtr`) is another one on purpose: it locks inputs
-before they are there, takes the first that is missing, and may go over its budget.
+before they are there, takes the first that is missing, and may go over its budget. Why
+there are three walks is said in :mod:`keras_remat.solvers.orders.demand`.
 """
 
 from __future__ import annotations
