@@ -1,6 +1,5 @@
 """A CPU whose allocator keeps no statistics is asked for one that does, in time or too late."""
 
-import importlib.util
 import os
 
 import own_process
@@ -54,17 +53,6 @@ def test_after_the_first_tensor_it_is_too_late_and_nothing_is_raised():
     assert not found["statistics"]
     assert (found["peak"], found["in_use"], found["allocator"]) == (0, 0, "unknown")
     assert "keras_remat.enable_cpu_memory_stats()" in found["advice"]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
-def test_on_jax_it_does_nothing():
-    code = (
-        "import json, os, sys, keras_remat\n"
-        "enabled = keras_remat.enable_cpu_memory_stats()\n"
-        "print(json.dumps([enabled, 'tensorflow' in sys.modules, "
-        "'TF_CPU_ALLOCATOR_USE_BFC' in os.environ]))"
-    )
-    assert run(code, KERAS_BACKEND="jax") == [False, False, False]
 
 
 @pytest.fixture

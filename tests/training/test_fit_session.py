@@ -707,9 +707,11 @@ def test_a_report_that_cannot_be_written_costs_no_training(tmp_path):
         assert told == any("the report is not saved" in str(one.message) for one in caught)
 
 
+@pytest.mark.slow
 def test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_stays():
     """What a loop's gradient needs is known when it has run: of ConvLSTM layers, ours may take more
-    than the plain step. That is so without oneDNN, whose convolutions need less."""
+    than the plain step. That is so without oneDNN, whose convolutions need less. On a backend
+    without a framework, tests of the driver ask for the same."""
     name = "test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_stays"
     if ran_alone(__file__, name, TF_ENABLE_ONEDNN_OPTS="0"):
         return

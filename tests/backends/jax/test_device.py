@@ -1,5 +1,7 @@
 """Steps on the current state, guarded, and what they take."""
 
+import os
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_remat
 from keras_remat.backends.jax import device as jax_device
 from keras_remat.backends.jax import measure
 from keras_remat.backends.jax.device import Device
@@ -19,6 +22,14 @@ from keras_remat.backends.jax.trace import trace
 from keras_remat.units import GIB, MIB
 
 NOTHING = StepMemory(0, 0, 0, 0)
+
+
+def test_asking_for_statistics_changes_nothing(monkeypatch):
+    """TensorFlow's allocator is not asked for any, and TensorFlow is not imported for it."""
+    monkeypatch.delenv("TF_CPU_ALLOCATOR_USE_BFC", raising=False)
+    before = dict(os.environ), "tensorflow" in sys.modules
+    assert not keras_remat.enable_cpu_memory_stats()
+    assert (dict(os.environ), "tensorflow" in sys.modules) == before
 
 
 def failing(state, batch):
