@@ -7,7 +7,7 @@ Batches differ from step to step, so that a step that reads something stale cann
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -341,12 +341,18 @@ CASES = {
 }
 
 
-def make(name: str) -> tuple[keras.Model, Case]:
-    """The compiled model of a case, its weights drawn from a fixed seed, with the case.
+def make(name: str, batch_size: int | None = None) -> tuple[keras.Model, Case]:
+    """Returns the compiled model of a case, its weights drawn from a fixed seed, with the case.
+
+    Args:
+        name: of the case.
+        batch_size: samples per step; ``None`` for the case's own.
 
     Raises:
         KeyError: no case has that name.
     """
     case = CASES[name]
+    if batch_size is not None:
+        case = replace(case, batch_size=batch_size)
     keras.utils.set_random_seed(0)
     return case.build(), case

@@ -26,7 +26,7 @@ import keras
 import models
 import numpy as np
 from rows import difference
-from watch import StepWatch, long_fit, statistics
+from watch import StepWatch, is_on_torch_cpu, long_fit, statistics
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend, preserved_state
@@ -222,10 +222,11 @@ class Measurement:
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
-        self.model, self.case = models.make(options["model"])
+        self.model, self.case = models.make(options["model"], options["batch"])
         self.backend = load_backend()
         self.result: dict[str, Any] = {
             "model": self.case.name,
+            "batch": self.case.batch_size,
             "is_cnn": self.case.is_cnn,
             "rows": [],
         }
@@ -249,10 +250,12 @@ class Measurement:
         watching = keras_remat.RematAutotune(batch_size="keep", verbose=0)
         probe = self._probe(_PLAIN_EPOCHS)
         self._fit(_PLAIN_EPOCHS, watching, probe)
-        plain_peak = max(probe.peaks[1:])
         resident = max(probe.resident_bytes, watching.problem.profile.resident_bytes)
-        self.result |= {"plain_peak_bytes": plain_peak, "resident_bytes": resident}
         self._begin_anew()
+        if is_on_torch_cpu():  # plain steps leave gradients on the weights, plans do not
+            backend.device.note_batch(batch)
+            resident = backend.device.in_use_bytes()
+        self.result |= {"plain_peak_bytes": max(probe.peaks[1:]), "resident_bytes": resident}
 
         traced, problem, store_all = self._plan(batch)
         plain = _plain_step(model)
@@ -276,7 +279,7 @@ class Measurement:
             except keras_remat.RematError as error:
                 row["error"] = f"{type(error).__name__}: {error}"
                 continue
-            if plan is not None:
+            if plan is not None and plan.slicing is None:  # what runs in slices is another graph
                 budgeted = problem.with_budget(plan.budget_bytes)
                 run = backend.lower(traced, budgeted, plan.solution.schedule)
                 variants.append(Variant(budget, run, initial))
@@ -409,6 +412,7 @@ class Measurement:
                 "fit_peak_bytes": max(probe.peaks[1:]),
                 "overhead": 0.0,
                 "recomputed": 0,
+                "parts": 1,
                 "to_swap_s": None,
             }
             return None
@@ -418,6 +422,7 @@ class Measurement:
             "fit_peak_bytes": max(probe.peaks),
             "overhead": plan.overhead,
             "recomputed": len(plan.solution.schedule.recomputed),
+            "parts": plan.slicing.parts if plan.slicing else 1,
             "to_swap_s": probe.swapped_after_s,
             "solver": plan.solution.solver,
         }

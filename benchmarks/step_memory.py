@@ -14,7 +14,9 @@ with :class:`keras_remat.RematAutotune`; peaks are read by a callback beside it.
 the results against the bounds below and exits with 1 when one fails.
 
 ``--backend torch`` measures on PyTorch. Of a CPU the bytes of the last epoch's steps are told
-there, by the profiler.
+there, by the profiler, and what is resident is so without gradients: plain steps leave them on the
+weights, plans do not. Predictions have tighter bounds there. A model is written to the JSON file as
+soon as it was measured, and one that the file has is not measured again.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import json
 import math
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -58,10 +61,12 @@ MODELS = (
     "mixed_float16",
 )
 
-#: What ``--check`` demands: of every predicted peak, and of their median; of losses, relative
-#: to plain steps'; of geometric means of times over the CNNs, at 0.5 and without recomputation; of
-#: what planning takes in memory.
-PREDICTION, MEDIAN_PREDICTION, LOSS = 0.10, 0.02, 1e-4
+#: What ``--check`` demands of every predicted peak, and of their median. PyTorch's bytes of a CPU
+#: have no allocator's gaps in them.
+PREDICTION = {"tensorflow": (0.10, 0.02), "torch": (0.03, 0.005)}
+#: What it demands of losses, relative to plain steps'; of geometric means of times over the CNNs,
+#: at 0.5 and without recomputation; of what planning takes in memory.
+LOSS = 1e-4
 HALF_TIME, STORE_ALL_TIME, PLANNER_BYTES = 1.15, 1.05, 2 * 2**30
 #: Model → seconds to the swapped step, at most.
 TO_SWAP_S = {"ResNet50": 30.0, "DenseNet121": 60.0}
@@ -88,12 +93,15 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--quick", action="store_true", help="budget 0.5 only, 4 steps, short solves"
     )
+    result.add_argument(
+        "--batch", type=_positive, metavar="N", help="samples per step; by default each model's"
+    )
     result.add_argument("--solver", default="auto")
     result.add_argument("--solver-time-limit", type=float, default=10.0, metavar="S")
     result.add_argument(
         "--margin", type=float, default=0.05, help="of RematAutotune (default 0.05)"
     )
-    add_outcome(result, limited="model", tables="table is", numbers="")
+    add_outcome(result, limited="model", tables="table is", numbers=", after every model")
     return result
 
 
@@ -142,6 +150,7 @@ def within(row: dict[str, Any]) -> bool:
 COLUMNS = {
     "model": ("model", ""),
     "budget": ("budget", ""),
+    "batch": ("batch", "d"),
     "plain MiB": ("plain_peak_bytes", "MiB"),
     "limit": ("limit_bytes", "MiB"),
     "predicted": ("predicted_bytes", "MiB"),
@@ -179,11 +188,12 @@ def lines_of(result: dict[str, Any]) -> list[str]:
 
 def _line(result: dict[str, Any], row: dict[str, Any]) -> str:
     said = {None: None, True: "yes", False: "**NO**"}
+    parts = row.get("parts", 1)
     told = {
         "budget": row["budget"] + "↑" * row["raised"],
         "off": error_of(row),
         "kept": said[within(row)],
-        "equal": said[row.get("equal_weights")],
+        "equal": said[row.get("equal_weights")] if parts == 1 else f"{parts} slices",
         "planner_mib": result["planner_rss_bytes"] / MIB,
     }
     return line_of(cells_of(result | row | told, COLUMNS.values()))
@@ -237,8 +247,9 @@ def summary(results: list[dict[str, Any]], budgets: tuple[str, ...]) -> str:
     return "\n\n".join(lines)
 
 
-def failed_bounds(results: list[dict[str, Any]]) -> list[str]:
-    """What falls short, one sentence each; empty when everything holds."""
+def failed_bounds(results: list[dict[str, Any]], backend: str = "tensorflow") -> list[str]:
+    """Returns what falls short on a backend, one sentence each; empty when everything holds."""
+    prediction, median_prediction = PREDICTION[backend]
     failures = [f"{r['model']}: {r['error']}" for r in results if "error" in r]
     for result in results:
         for row in result.get("rows", ()):
@@ -251,9 +262,9 @@ def failed_bounds(results: list[dict[str, Any]]) -> list[str]:
                 f"{case}: measured {row['measured_bytes']} bytes, over the limit of "
                 f"{row['limit_bytes']}"
             )
-        if abs(error_of(row)) > PREDICTION:
+        if abs(error_of(row)) > prediction:
             failures.append(
-                f"{case}: predicted peak is {error_of(row):+.1%} off, more than {PREDICTION:.0%}"
+                f"{case}: predicted peak is {error_of(row):+.1%} off, more than {prediction:.0%}"
             )
         if row.get("equal_weights") is False:
             failures.append(f"{case}: weights differ from those without recomputation")
@@ -281,11 +292,20 @@ def failed_bounds(results: list[dict[str, Any]]) -> list[str]:
         if geometric_mean(ratios) > bound
     ]
     errors = prediction_errors(results)
-    if errors and median(errors) > MEDIAN_PREDICTION:
+    if errors and median(errors) > median_prediction:
         failures.append(
-            f"median prediction error {median(errors):.1%}, more than {MEDIAN_PREDICTION:.0%}"
+            f"median prediction error {median(errors):.1%}, more than {median_prediction:.1%}"
         )
     return failures
+
+
+def known_results(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Returns the models of an earlier run's JSON file that were measured, by name; none where
+    there is no such file."""
+    if path is None or not path.exists():
+        return {}
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    return {result["model"]: result for result in results if "error" not in result}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -296,6 +316,7 @@ def main(argv: list[str] | None = None) -> int:
         budgets, steps, solve_s = ("0.5",), 4, min(3.0, solve_s)
     options = {
         "backend": arguments.backend,
+        "batch": arguments.batch,
         "budgets": budgets,
         "steps": steps,
         "solver": arguments.solver,
@@ -307,19 +328,20 @@ def main(argv: list[str] | None = None) -> int:
     solved = f"solver {arguments.solver}, {solve_s:g} s"
     header = f"{machine(arguments.backend)}; {solved}; {steps} steps; margin {arguments.margin:.0%}"
     print(header, head(COLUMNS, left=2), sep="\n", flush=True)
-    results = []
+    found = known_results(arguments.json)
     for name in arguments.models:
-        results.append(run_case(name, options, arguments.timeout))
-        print(*lines_of(results[-1]), sep="\n", flush=True)
+        if name not in found:
+            found[name] = run_case(name, options, arguments.timeout)
+        results = list(found.values())
+        print(*lines_of(found[name]), sep="\n", flush=True)
+        if arguments.json:
+            told = {"machine": header, "results": results}
+            arguments.json.write_text(json.dumps(told, indent=1), encoding="utf-8")
     document = f"{header}\n\n{table(results)}\n\n{summary(results, budgets)}\n"
     print(f"\n{summary(results, budgets)}")
     if arguments.output:
         arguments.output.write_text(document, encoding="utf-8")
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"machine": header, "results": results}, indent=1), encoding="utf-8"
-        )
-    return failed(failed_bounds(results), arguments.check)
+    return failed(failed_bounds(results, arguments.backend), arguments.check)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,29 @@ def test_benchmark_names_the_bound_that_fails(step_memory, changes, said):
     assert any(said in failure for failure in step_memory.failed_bounds([result(row(**changes))]))
 
 
+def test_benchmark_demands_more_of_predictions_on_torch(step_memory):
+    off = [result(row(predicted_bytes=859))]
+    assert step_memory.failed_bounds(off) == ["median prediction error 3.5%, more than 2.0%"]
+    said = step_memory.failed_bounds(off, "torch")
+    assert [one.rpartition("more than ")[2] for one in said] == ["3%", "0.5%"]
+
+
+def test_benchmark_goes_on_with_the_models_that_a_file_has(step_memory, tmp_path, monkeypatch):
+    ran = []
+
+    def measured(name, options, timeout_s):
+        ran.append(name)
+        return result(row(), model=name)
+
+    monkeypatch.setattr(step_memory, "run_case", measured)
+    numbers, table = tmp_path / "rows.json", tmp_path / "table.md"
+    for models in ("vae", "unet,vae"):
+        step_memory.main(["--models", models, "--json", str(numbers), "--output", str(table)])
+    assert ran == ["vae", "unet"]
+    assert "| vae |" in table.read_text()
+    assert "| unet |" in table.read_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -186,8 +186,7 @@ class AutotuneReport:
         """Returns plain step and final step side by side, and whether the limit was kept."""
         lines = ["                   peak     of limit     step     samples/s"]
         named = "remat" if self.plan is not None else "plain"
-        sizes = {self.baseline_batch_size, self.epochs[-1].batch_size if self.epochs else None}
-        many = len(sizes - {None, 0}) > 1
+        many = self._has_other_size
         if self.baseline is not None and self.plan is not None:
             name = f"plain, {self.baseline_batch_size}" if many else "plain"
             rate = self.baseline_samples_per_s or 0.0
@@ -213,6 +212,12 @@ class AutotuneReport:
             f"  set-up {format_seconds(self.planning_time_s)}; details: print(callback.report)"
         )
         return "\n".join(lines)
+
+    @property
+    def _has_other_size(self) -> bool:
+        """Returns whether the last steps had another batch size than the plain one."""
+        sizes = {self.baseline_batch_size, self.epochs[-1].batch_size if self.epochs else None}
+        return len(sizes - {None, 0}) > 1
 
     def _row(self, name: str, usage: Usage, samples_per_s: float, said: str) -> str:
         limit = self.limit_bytes
@@ -257,6 +262,9 @@ class AutotuneReport:
                 f"{format_seconds(self.baseline.time_s)}{time_source}, "
                 f"{format_bytes(self.baseline.peak_bytes)} ({source})"
             )
+            if self.plan is not None and not self._has_other_size:
+                in_order = format_bytes(self.plan.store_all.peak_bytes)
+                lines.append(f"  with no op run again: {in_order} (predicted)")
         if self.setup_s is not None and self.setup_limit_s is not None:
             lines.append(
                 f"the first plan trained after {format_seconds(self.setup_s)} of set-up "

@@ -135,6 +135,16 @@ def test_a_changed_batch_size_is_in_the_verdict():
     assert lines[2].startswith("  remat, 16 ")
 
 
+@pytest.mark.parametrize(("batch_size", "said"), [(4, True), (16, False)])
+def test_what_needs_no_recomputation_is_told_for_the_batch_of_the_plain_step(batch_size, said):
+    report = AutotuneReport(
+        limit_bytes=8, baseline=Usage(0.5, 15), baseline_batch_size=4,
+        baseline_source="measured", plan=planned(7),
+        epochs=[EpochUsage(0, 64, 4, 4.0, 0.0, 7, batch_size)],
+    )  # fmt: skip
+    assert ("with no op run again: 11 B (predicted)" in str(report)) is said
+
+
 def test_the_plain_step_alone_has_one_row():
     report = AutotuneReport(
         limit_bytes=2**20, baseline=Usage(0.5, 2**19), baseline_batch_size=4,
