@@ -313,6 +313,8 @@ class Measurement:
             ratio=report.batch_size / self.plain_batch,
             predicted_bytes=None if plan is None else plan.predicted.peak_bytes,
             measured_bytes=max(watch.peaks),
+            peaks=watch.peaks,
+            events=[(event.step, event.message) for event in report.events],
             overhead=0.0 if plan is None else plan.overhead,
             time_ratio=1 / report.epochs[-1].samples_per_s / self.plain_s_per_sample,
             search_s=report.planning_time_s,

@@ -22,7 +22,7 @@ import keras_remat
 #: Over what a refusal says is needed, so that a schedule is found at once.
 _ROOM = 1.05
 #: A limit in bytes that no step keeps, and how many limits are tried.
-_TOO_SMALL, _LIMITS = 2048, 6
+_TOO_SMALL, _LIMITS = 16, 6
 _came_to: Counter[str] = Counter()
 
 

@@ -69,11 +69,11 @@ def run_again_at_random(graph, rng, share=0.3):
     return keras_remat.Schedule(order)
 
 
-#: A kind of layers each; the optimizers are many.
-EQUAL = [pytest.param(make, id=name) for name, make in models.CASES.items()]
-EQUAL += [
-    pytest.param(make, id=name, marks=[pytest.mark.slow] if name in kinds.RULES else [])
-    for name, make in kinds.EQUAL.items()
+#: A kind of layers, or an optimizer, each.
+EQUAL = [
+    pytest.param(make, id=name)
+    for cases in (models.CASES, kinds.EQUAL)
+    for name, make in cases.items()
 ]
 
 
