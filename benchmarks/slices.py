@@ -6,12 +6,15 @@
 the numbers of the whole batch. Beside it train plain ``fit`` of the same batch, which takes what it
 wants, and gradient accumulation of batches of 8, which Keras's optimizers have; the table says how
 far the losses of both are from plain's. ``floor`` parts: the least of some shares of a step's floor
-(what its largest op needs, whatever the order) under which it trains in slices. ``card`` parts: a
-step on JAX that is planned and compiled for an H100 at a share of its plain bytes; it does not run.
+(what its largest op needs, whatever the order) under which it trains in slices, and why it does not
+under the next one. ``card`` parts: a step on JAX that is planned and compiled for an H100 at a
+share of its plain bytes; it does not run.
 
 Every part is a process of its own, and its row is in the JSON file as soon as it is done; rows that
-the file has are not measured again. ``--small`` takes small images and few steps. ``--check`` exits
-with 1 where a bound fails: losses as plain's, limits kept, the shares that are aimed at.
+the file has are not measured again. Parts that run are measured with TensorFlow's oneDNN, without
+it, or both (``--onednn``): its kernels need other scratch than TensorFlow's own. ``--small`` takes
+small images and few steps. ``--check`` exits with 1 where a bound fails: losses as plain's, limits
+kept, the shares that are aimed at.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import argparse
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,27 +85,28 @@ _BATCH_COLUMNS = (
     ("small_peak", "MiB"), ("batch_size", "d"), ("parts", "d"), ("peak", "MiB"),
     ("plain_peak", "MiB"), ("overhead", ".0%"), ("samples_per_s", ".1f"),
     ("plain_samples_per_s", ".1f"), ("accumulated_samples_per_s", ".1f"),
-    ("difference", ".1e"), ("accumulated_difference", ".1e"),
+    ("difference", ".1e"), ("accumulated_difference", ".1e"), ("onednn", "s"), ("date", "s"),
 )  # fmt: skip
 _BATCH_HEAD = (
     "model", "size", "plain 8: MiB", "batch", "slices", "MiB", "plain MiB", "added by plan",
-    "samples/s", "plain", "accumulated", "loss off plain's", "accumulated",
+    "samples/s", "plain", "accumulated", "loss off plain's", "accumulated", "oneDNN", "date",
 )  # fmt: skip
 _FLOOR_COLUMNS = (
     ("batch_size", "d"), ("floor", "MiB"), ("resident", "MiB"), ("share", ".2f"), ("peak", "MiB"),
     ("parts", "d"), ("plain_peak", "MiB"), ("overhead", ".0%"), ("difference", ".1e"),
+    ("onednn", "s"), ("date", "s"),
 )  # fmt: skip
 _FLOOR_HEAD = (
     "model", "size", "batch", "floor MiB", "resident MiB", "share of floor", "MiB", "slices",
-    "plain MiB", "added by plan", "loss off plain's",
+    "plain MiB", "added by plan", "loss off plain's", "oneDNN", "date",
 )  # fmt: skip
 _CARD_COLUMNS = (
     ("batch_size", "d"), ("plain_peak", "MiB"), ("share", ".2f"), ("peak", "MiB"), ("parts", "d"),
-    ("overhead", ".0%"), ("planned_s", ".0f"),
+    ("overhead", ".0%"), ("planned_s", ".0f"), ("date", "s"),
 )  # fmt: skip
 _CARD_HEAD = (
     "model", "size", "batch", "plain MiB", "share of plain", "MiB", "slices", "added by plan",
-    "seconds to plan",
+    "seconds to plan", "date",
 )  # fmt: skip
 _TABLES = {
     "batch": (_BATCH_COLUMNS, _BATCH_HEAD),
@@ -116,7 +122,8 @@ def options_of(name: str, part: Part, given: argparse.Namespace) -> dict[str, An
         "part": kind, "model": model, "size": part.small if given.small else part.size,
         "aim": part.aim,
         "steps": given.steps, "solve_s": given.solve_s, "batch_size": part.batch_size,
-        "most": given.most, "shares": [float(share) for share in given.shares.split(",")],
+        "first": given.first, "most": given.most,
+        "shares": [float(share) for share in given.shares.split(",")],
     }  # fmt: skip
 
 
@@ -145,7 +152,21 @@ def table(kind: str, rows: dict[str, dict[str, Any]]) -> list[str]:
         for name, row in rows.items()
         if name.startswith(f"{kind}:") and "error" not in row
     ]
-    return ["", head(names, left=1), *lines] if lines else []
+    refused = [
+        f"{row['model']}, oneDNN {row.get('onednn', '–')}: refused at {row['refused']}."
+        for name, row in rows.items()
+        if name.startswith(f"{kind}:") and "refused" in row
+    ]
+    return ["", head(names, left=1), *lines, *(["", *refused] if refused else [])] if lines else []
+
+
+def settings(name: str, given: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields what a part's rows are kept under, and the environment that each is measured in."""
+    if name.startswith("card:"):
+        yield name, {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+        return
+    for onednn in given.onednn.split(","):
+        yield f"{name}@{onednn}", {"TF_ENABLE_ONEDNN_OPTS": onednn}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -154,8 +175,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", metavar="A,B", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--small", action="store_true", help="small models")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--first", type=int, default=16, help="the first batch that is tried")
     parser.add_argument("--most", type=int, default=1024, help="the largest batch that is tried")
     parser.add_argument("--shares", default=_SHARES, metavar="A,B", help="of the floor")
+    parser.add_argument("--onednn", default="0,1", metavar="A,B", help="of 0, 1; default 0,1")
     parser.add_argument("--solve-s", type=float, default=10.0, metavar="S")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for one part")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl")
@@ -169,19 +192,19 @@ def main(argv: list[str] | None = None) -> int:
     rows = {row["name"]: row for row in kept(given.json)}
     short = []
     for name in chosen:
-        if name not in rows:
-            options = options_of(name, PARTS[name], given)
-            try:
-                on_card = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
-                framework = on_card if name.startswith("card:") else {}
-                row = row_of(
-                    "slices_case.py", json.dumps(options), timeout_s=given.timeout, **framework
-                )
-            except Failed as error:
-                row = options | {"error": str(error)}
-            rows[name] = row | {"name": name}
-            keep(rows[name], given.json)
-        short += failures(name, PARTS[name], rows[name])
+        for key, environment in settings(name, given):
+            if key not in rows:
+                options = options_of(name, PARTS[name], given)
+                try:
+                    row = row_of(
+                        "slices_case.py", json.dumps(options), timeout_s=given.timeout,
+                        **environment,
+                    )  # fmt: skip
+                except Failed as error:
+                    row = options | {"error": str(error)}
+                rows[key] = row | {"name": key, "date": time.strftime("%Y-%m-%d")}
+                keep(rows[key], given.json)
+            short += failures(key, PARTS[name], rows[key])
     report = Report()
     tables = [line for kind in _TABLES for line in table(kind, rows)]
     report.add(f"{machine()}; {given.steps} steps", *tables)

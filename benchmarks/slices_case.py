@@ -28,11 +28,12 @@ import keras
 import models
 import numpy as np
 from keras import layers
-from rows import difference
+from rows import MIB, difference
 from watch import StepWatch, statistics
 
 import keras_remat
 from keras_remat.backends.base import load_backend
+from keras_remat.backends.tensorflow import private
 
 #: The small batch, whose plain step says what a larger one may take.
 SMALL_BATCH = 8
@@ -205,7 +206,7 @@ class Bench:
         limit = max(small.peaks)
         row: dict[str, Any] = {"small_peak": limit}
         best: keras_remat.RematAutotune | None = None
-        size = 2 * SMALL_BATCH
+        size = self.options["first"]
         while size <= self.options["most"]:
             found = self._trained(size, limit)
             if found is None:
@@ -319,7 +320,8 @@ class Bench:
             return {"refused": f"{share}: {error}".partition(". ")[0]}
         plan, count = remat.plan, min(len(losses), len(watch.losses))
         if plan is None or plan.measured is None or plan.measured.peak_bytes > limit:
-            return {"refused": f"{share}: measured over it"}
+            told = f"{max(watch.peaks[-2:]) / MIB:.1f} MiB, over {limit / MIB:.1f}"
+            return {"refused": f"{share}: measured {told}"}
         return {
             "share": share,
             "peak": plan.measured.peak_bytes,
@@ -342,7 +344,7 @@ def main(text: str) -> int:
     if not statistics():
         print("the allocator keeps no statistics", file=sys.stderr)
         return 1
-    print(json.dumps(options | row))
+    print(json.dumps(options | row | {"onednn": "on" if private.onednn_is_on() else "off"}))
     return 0
 
 

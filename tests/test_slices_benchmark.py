@@ -21,7 +21,7 @@ def slices(monkeypatch):
 FLOOR = {
     "model": "head", "size": 8192, "batch_size": 64, "floor": 70 * MIB, "resident": 7 * MIB,
     "share": 0.2, "peak": 14 * MIB, "parts": 32, "plain_peak": 80 * MIB, "overhead": 0.1,
-    "difference": 0.0,
+    "difference": 0.0, "onednn": "off", "date": "2026-11-27",
 }  # fmt: skip
 BATCH = {
     "model": "unet", "size": 32, "small_peak": 20 * MIB, "batch_size": 512, "parts": 64,
@@ -52,7 +52,10 @@ def test_bounds(slices, name, row, told):
 def test_tables(slices):
     rows = {"floor:head": FLOOR, "floor:gru": {"error": "not done"}, "batch:unet": BATCH}
     *_, line = slices.table("floor", rows)
-    assert line == "| head | 8192 | 64 | 70.0 | 7.0 | 0.20 | 14.0 | 32 | 80.0 | 10% | 0.0e+00 |"
+    told = "| head | 8192 | 64 | 70.0 | 7.0 | 0.20 | 14.0 | 32 | 80.0 | 10% | 0.0e+00 | off |"
+    assert line == f"{told} 2026-11-27 |"
     *_, line = slices.table("batch", rows)
-    assert line.endswith("| 900.0 | – | – | – | – | 1.0e-06 | – |")
+    assert line.endswith("| 900.0 | – | – | – | – | 1.0e-06 | – | – | – |")
+    *_, line = slices.table("floor", {"floor:head": FLOOR | {"refused": "0.1: too much"}})
+    assert line == "head, oneDNN off: refused at 0.1: too much."
     assert slices.table("floor", {}) == []

@@ -67,20 +67,24 @@ class Whole:
     Args:
         step: the whole step.
         sliced: the rewrite of its graph.
+        scratch: workspace of the whole ops, as far as it was known when they were put into slices.
     """
 
     step: TracedStep
     sliced: SlicedGraph
+    scratch: tuple[int, ...] = ()
 
     def problem(self, problem: Problem) -> Problem:
         """Returns what the whole step costs by what its slices do: the sum of the parts' times, and
-        so many times their workspace as there are parts, at most."""
+        the workspace that is known; else so many times theirs as there are parts, at most."""
         graph, parts = self.step.graph, self.sliced.slicing.parts
         times, workspaces = [0.0] * len(graph.ops), [0] * len(graph.ops)
         for op_id, origin in enumerate(self.sliced.origins):
             if origin.role in ("whole", "part"):
-                count = parts if origin.role == "part" else 1
-                scratch = count * problem.profile.op_workspace_bytes[op_id]
+                scratch = problem.profile.op_workspace_bytes[op_id]
+                if origin.role == "part":
+                    known = self.scratch[origin.source] if self.scratch else 0
+                    scratch = max(scratch, known) if known else parts * scratch
                 times[origin.source] += problem.profile.op_time_s[op_id]
                 workspaces[origin.source] = max(workspaces[origin.source], scratch)
         profile = replace(

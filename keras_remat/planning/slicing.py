@@ -25,8 +25,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
-from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing
-from keras_remat.core.target import CPU_RATES
+from keras_remat.core.slices import SliceRule, Slicing
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
@@ -37,6 +36,7 @@ from keras_remat.errors import (
 from keras_remat.planning.advice import advising
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.slice_costs import costs_of, undivided_scratch
 from keras_remat.solvers import check_floor
 
 logger = logging.getLogger(__name__)
@@ -57,44 +57,6 @@ _MOST_TIMES, _MOST_MORE = 4, 2000
 #: Where a batch trains in micro-batches, values of more than such a share of the largest one are
 #: there in slices: the least share that does not make the graph too large.
 _MICRO_BATCH_SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4)
-
-
-def sliced_costs(problem: Problem, sliced: SlicedGraph) -> Problem:
-    """Returns what a sliced graph costs by what the whole one does.
-
-    A part takes its share of the op's time and workspace, and an op that cuts, joins or adds moves
-    its bytes, at a CPU's rate: what is known of a GPU's is less.
-    """
-    profile, graph = problem.profile, sliced.graph
-    parts = sliced.slicing.parts
-    times, workspaces = [], []
-    for op, origin in zip(graph.ops, sliced.origins, strict=True):
-        if origin.role == "whole":
-            times.append(profile.op_time_s[origin.source])
-            workspaces.append(profile.op_workspace_bytes[origin.source])
-        elif origin.role == "part":
-            times.append(
-                max(CPU_RATES.seconds_per_kernel, profile.op_time_s[origin.source] / parts)
-            )
-            workspaces.append(-(-profile.op_workspace_bytes[origin.source] // parts))
-        else:
-            moved_s = _glue_bytes(graph, op.id, origin.role) * CPU_RATES.seconds_per_byte
-            times.append(CPU_RATES.seconds_per_kernel + moved_s)
-            workspaces.append(0)
-    costs = replace(profile, op_time_s=tuple(times), op_workspace_bytes=tuple(workspaces))
-    return replace(problem, graph=graph, profile=costs)
-
-
-def _glue_bytes(graph: Graph, op_id: int, role: str) -> int:
-    """Returns the bytes that an op reads and writes which cuts, joins or adds."""
-    op, values = graph.ops[op_id], graph.values
-    if role == "start":
-        return 0
-    if role == "cut":
-        return 2 * values[op.outputs[0]].nbytes
-    if role == "join":
-        return 2 * values[op.inputs[1]].nbytes
-    return sum(values[v].nbytes for v in (*op.inputs, *op.outputs))
 
 
 def candidates(
@@ -235,7 +197,7 @@ def in_micro_batches(
                 raise UnsupportedModelError(
                     f"They do not run in {parts} slices: {error}."
                 ) from error
-            return sliced, _costs_of(sliced, problem, estimate)
+            return costs_of(sliced, problem, estimate)
     raise UnsupportedModelError("Nothing large runs in slices.")
 
 
@@ -273,12 +235,14 @@ def plan_in_slices(
     estimate: Callable[[TracedStep], Profile],
     failure: InfeasibleBudgetError | ScheduleNotFoundError,
     door: Callable[[PlanRequest], Plan] = plan_for,
+    seen: tuple[TracedStep, Problem] | None = None,
 ) -> tuple[TracedStep, Problem, Plan]:
     """Returns what :func:`plan_with_slices` does where there is no plan for the whole step.
 
     Args:
         failure: why no plan of whole ops was found.
         door: makes a plan for a request.
+        seen: another step in slices that was measured, and its costs.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: slices do not help; the message names the op
@@ -289,6 +253,7 @@ def plan_in_slices(
         raise failure
     resident = problem.profile.resident_bytes
     least, told, tries = problem, failure, 0
+    undivided = {} if seen is None else undivided_scratch(*seen, estimate)
     for slicing in candidates(problem, slicer.rules, budget):
         if tries == _MOST_TRIES:
             break
@@ -299,7 +264,7 @@ def plan_in_slices(
             continue
         if len(sliced.graph.ops) > _most_ops(problem.graph):
             continue
-        costs = _costs_of(sliced, problem, estimate)
+        sliced, costs = costs_of(sliced, problem, estimate, undivided)
         least = min(least, costs, key=lambda one: one.floor_bytes)
         if costs.floor_bytes - resident > _HOPELESS_SHARE * (budget - resident):
             continue
@@ -319,18 +284,6 @@ def _least_bytes(error: InfeasibleBudgetError | ScheduleNotFoundError) -> int:
     """Returns the least that is known to do, or that is needed."""
     found = getattr(error, "best_peak_bytes", None)
     return error.floor_bytes if found is None else found
-
-
-def _costs_of(
-    sliced: TracedStep, problem: Problem, estimate: Callable[[TracedStep], Profile]
-) -> Problem:
-    """Returns the costs of a sliced step: shares of measured ones, or estimates of its own."""
-    if sliced.whole is None:
-        raise LookupError("the step is not in slices")
-    if problem.profile.source == "measured":
-        return sliced_costs(problem, sliced.whole.sliced)
-    profile = replace(estimate(sliced), resident_bytes=problem.profile.resident_bytes)
-    return replace(problem, graph=sliced.graph, profile=profile)
 
 
 def in_slices_of(
@@ -355,7 +308,7 @@ def in_slices_of(
     except InvalidProblemError as error:
         fingerprint = problem.graph.fingerprint
         raise PlanMismatchError(plan.fingerprint, fingerprint, f"{error}.") from error
-    return sliced, _costs_of(sliced, problem, estimate)
+    return costs_of(sliced, problem, estimate)
 
 
 def told_whole(plan: Plan, traced: TracedStep, problem: Problem, memory: MemoryModel) -> Plan:

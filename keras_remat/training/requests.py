@@ -256,7 +256,7 @@ class PlanRequests:
     ) -> tuple[Plan, Costs]:
         """Returns a plan with some ops in slices, or in others than now; raises ``error``, or what
         is nearer, where none helps. A size that is only tried has a smaller one to go back to."""
-        costs = costs.as_whole
+        seen, costs = costs, costs.as_whole
         can_be_sliced = costs.is_whole and costs.traced.slicer is not None
         if not (can_be_sliced and shape.constraints.allow_over_limit):
             raise error
@@ -264,12 +264,10 @@ class PlanRequests:
         request = self.request(costs.problem, shape.batch_size, is_quick=is_quick)
         with self._fit.progress("plan with some ops in slices"):
             traced, problem, found = plan_in_slices(
-                costs.traced,
-                request,
-                self._backend.estimated_profile,
-                error,
+                costs.traced, request, self._backend.estimated_profile, error,
                 lambda asked: self.cached(asked.problem) or plan_for(asked),
-            )
+                (seen.traced, seen.problem),
+            )  # fmt: skip
         if traced.slicing is not None:
             self._fit.event(*tell.in_slices(traced.slicing, self._fit.limit))
         return found, replace(costs, traced=traced, problem=problem)

@@ -21,13 +21,13 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.plan import load_plan, plan_from_dict
 from keras_remat.planning.request import PlanRequest
+from keras_remat.planning.slice_costs import costs_of, sliced_costs, undivided_scratch
 from keras_remat.planning.slicing import (
     candidates,
     in_micro_batches,
     in_slices_of,
     plan_in_slices,
     plan_with_slices,
-    sliced_costs,
     told_whole,
 )
 from tests.solvers.brute_force import fastest
@@ -113,6 +113,49 @@ def test_parts_cost_their_share_and_glue_what_it_moves():
         a >= b
         for a, b in zip(whole.profile.op_workspace_bytes, profile.op_workspace_bytes, strict=True)
     )
+
+
+def test_a_kernel_that_asks_for_as_much_for_a_part_is_expected_to():
+    """Of the losses 16 bytes are expected however many samples there are, and 40 are seen."""
+    step, problem, _ = head()
+
+    def expect(traced):
+        scratch = tuple(16 * (op.kind == "Loss") for op in traced.graph.ops)
+        return replace(estimate(traced), op_workspace_bytes=scratch)
+
+    def of_loss(costs):
+        scratch = costs.profile.op_workspace_bytes
+        return {scratch[op.id] for op in costs.graph.ops if op.kind == "Loss"}
+
+    whole = replace(problem, profile=replace(expect(step), source="measured"))
+    sliced = step.slicer.sliced(Slicing((1, 2, 3, 4), 4))
+    sliced, costs = costs_of(sliced, whole, expect)
+    assert of_loss(costs) == {16}
+    assert of_loss(sliced.whole.problem(costs)) == {16}  # and not four times as much
+    assert of_loss(costs_of(sliced, whole, estimate)[1]) == {4}  # nothing is expected
+
+    assert undivided_scratch(step, whole, expect) == {}
+    asked = tuple(40 * (op.kind == "Loss") for op in costs.graph.ops)
+    seen = replace(costs, profile=replace(costs.profile, op_workspace_bytes=asked))
+    undivided = undivided_scratch(sliced, seen, expect)
+    assert undivided == {2: 24}
+    more = step.slicer.sliced(Slicing((1, 2, 3, 4), 16))
+    again = sliced.whole.problem(seen)
+    assert of_loss(costs_of(more, again, expect, undivided)[1]) == {40}
+
+
+def test_what_slices_did_not_divide_is_not_planned_for_in_more_of_them():
+    """What 4 slices of the loss were seen to ask for is too much in any number of them."""
+    step, problem, _ = head()
+    failure = InfeasibleBudgetError(164, problem.floor_bytes, "loss")
+    sliced, costs = costs_of(step.slicer.sliced(Slicing((1, 2, 3, 4), 4)), problem, estimate)
+    asked = tuple(70 * (op.kind == "Loss") for op in costs.graph.ops)
+    profile = replace(costs.profile, op_workspace_bytes=asked, source="measured")
+    seen = sliced, replace(costs, profile=profile)
+    whole = sliced.whole.problem(seen[1])
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_in_slices(step, request_for(whole, 164), estimate, failure, seen=seen)
+    assert caught.value.floor_bytes > 100 + 70
 
 
 def test_a_step_below_its_floor_is_planned_in_the_fewest_slices_that_do():

@@ -22,6 +22,8 @@ import tensorflow as tf
 from keras_remat.backends.tables import names
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.kernel_scratch import own_scratch_bytes, runs_own_kernels
+from keras_remat.backends.tensorflow.graph.lists import elements_of
 from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
 from keras_remat.backends.tensorflow.memory.best_fit import rounded
 
@@ -74,6 +76,9 @@ def body_bytes(
         if external is not None and external.dtype == tf.resource:
             return private.capture(external)
         shape, dtype = shapes.get(tensor_key(tensor), (None, tf.variant))
+        elements = elements_of(nodes, shapes, tensor) if dtype == tf.variant else None
+        if elements is not None:
+            return private.list_placeholder(*elements)
         return tf.compat.v1.placeholder(dtype, shape)
 
     def build() -> list[Any]:
@@ -203,12 +208,24 @@ class _Bodies:
                         ending.remove(taken)
                         del alive[taken]
                 alive[output.name] = nbytes
-            workspace = inner[op.name][2] if op.name in inner else 0
+            workspace = inner[op.name][2] if op.name in inner else _scratch_bytes(op)
             most = max(most, sum(alive.values()) + workspace)
             unread = (o.name for o in op.outputs if o.name not in last and o.name not in kept)
             for name in (*ending, *unread):
                 del alive[name]
         return most
+
+
+def _scratch_bytes(op: Any) -> int:
+    """Returns what the kernel of an operation asks for, where that is known by shapes."""
+    if not op.outputs or not runs_own_kernels():
+        return 0
+    operands, result = [_shape_of(tensor) for tensor in op.inputs], op.outputs[0]
+    return own_scratch_bytes(op.node_def, operands, _shape_of(result), int(result.dtype.size or 0))
+
+
+def _shape_of(tensor: Any) -> tuple[int, ...] | None:
+    return tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
 
 
 def _called(node: Any) -> Iterator[str]:

@@ -17,11 +17,19 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.nodes import data_inputs, split_input, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import (
+    data_inputs,
+    node_of,
+    split_input,
+    tensor_key,
+)
 from keras_remat.backends.tensorflow.memory.best_fit import rounded
 
 _WRITES = ("TensorListPushBack", "TensorListSetItem")
 _RESERVES = ("EmptyTensorList", "TensorListReserve")
+_BEGINS = (*_RESERVES, "TensorListFromTensor")
+#: Make a list whose elements are like those of the first input's.
+_PASSES_ON = ("Identity", "ZerosLike", "AddN", "AddV2", *_WRITES, "TensorListPopBack")
 
 
 class _TensorList(NamedTuple):
@@ -65,6 +73,42 @@ def held_bytes(
         for tensor, of in found.items()
         if of.held_bytes and of.element_bytes >= smallest_bytes
     }
+
+
+def elements_of(
+    nodes: Mapping[str, Any],
+    shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
+    tensor: str,
+) -> tuple[Any, Any] | None:
+    """Returns what is known of the shape of a list's elements, and their type; ``None`` where the
+    list comes from elsewhere.
+
+    Args:
+        nodes: of a graph, by name.
+        shapes: tensor name → static shape and dtype.
+        tensor: the list.
+    """
+    name, index = split_input(tensor)
+    node = nodes.get(name)
+    while node is not None and node.op not in _BEGINS:
+        each = "While" in node.op or node.op == "IdentityN"  # an output is an input's
+        if not each and node.op not in _PASSES_ON:
+            return None
+        name, index = split_input(data_inputs(node)[index if each else 0])
+        node = nodes.get(name)
+    if node is None:
+        return None
+    dtype = tf.as_dtype(node.attr["element_dtype"].type)
+    read = tensor_key(node.input[0])
+    if node.op == "TensorListFromTensor":
+        shape = shapes.get(read, (None, None))[0]
+        return tf.TensorShape(shape[1:] if shape else None), dtype
+    numbers = nodes.get(node_of(read))
+    if numbers is None or numbers.op != "Const":
+        return tf.TensorShape(None), dtype
+    sizes = tf.make_ndarray(numbers.attr["value"].tensor)
+    known = [None if n < 0 else int(n) for n in sizes] if sizes.ndim else None
+    return tf.TensorShape(known), dtype
 
 
 class _Lists:

@@ -263,10 +263,17 @@ def _range_slice(op: Operands) -> Found:
 
 def _strided_slice(op: Operands) -> Found:
     steps, attributes = op.constants.get(3), op.node.attr
-    others = ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
-    if any(attributes[name].i & 1 for name in others) or steps is None or steps[0] != 1:
+    others = ("new_axis_mask", "shrink_axis_mask")
+    if any(attributes[name].i & 1 for name in others) or steps is None:
         return None
-    if not (attributes["begin_mask"].i & 1 and attributes["end_mask"].i & 1):
+    whole = op.shapes[0] if op.node.op == "StridedSlice" else op.result
+    if attributes["ellipsis_mask"].i & 1:  # it stands for the first axes, at least for one
+        takes_all = len(whole) >= len(steps)
+    else:
+        takes_all = (
+            bool(attributes["begin_mask"].i & attributes["end_mask"].i & 1) and steps[0] == 1
+        )
+    if not takes_all:
         return None
     if op.node.op == "StridedSlice":
         return ("part", "whole", "whole", "whole"), "part"

@@ -42,6 +42,7 @@ from keras_remat.backends.tensorflow.graph.bodies import body_bytes
 from keras_remat.backends.tensorflow.graph.branch_updates import order_branch_updates
 from keras_remat.backends.tensorflow.graph.counts import batch_counts, divisions
 from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, has_effect
+from keras_remat.backends.tensorflow.graph.kernel_scratch import order_bodies
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
 from keras_remat.backends.tensorflow.graph.rewrite import past_loops, rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
@@ -214,6 +215,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
     fetches = [*dict.fromkeys(recorded.outputs), *recorded.effects]
     graph_def = private.optimize_graph(recorded.graph_def, fetches, recorded.variables, captures)
     order_branch_updates(graph_def)
+    order_bodies(graph_def)
     nodes = past_loops({node.name: node for node in graph_def.node})
     _name_stateless(nodes, graph_def.library)
     outputs = tuple(tensor_key(name) for name in recorded.outputs)

@@ -11,7 +11,8 @@ reads is an argument of the function.
 
 Loops and branches are marked for TensorFlow's lowering to ``Switch`` and ``Merge``, which runs an
 LSTM's step in two thirds of the time of calls of functions and computes the same bits. Few of a
-loop's iterations run at once: what more of them hold differs from step to step.
+loop's iterations run at once: what more of them hold differs from step to step. Where kernels of a
+body ask for scratch of tens of MiB, one iteration does (:mod:`..graph.kernel_scratch`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.kernel_scratch import gathering_functions
 from keras_remat.backends.tensorflow.graph.nodes import (
+    called_functions,
     control_inputs,
     copied,
     data_inputs,
@@ -115,6 +118,7 @@ class _Writer:
         self._copies: dict[str, list[str]] = {}  # op name → names of all its copies so far
         self._views: dict[tuple[str, tuple[str, ...]], str] = {}
         self._placed: set[str] = set()
+        self._gathering = gathering_functions(traced.library)
         self.used_placeholders: set[str] = set()
         self.ends: list[str] = []  # what the step returns, as tensor names
 
@@ -169,7 +173,8 @@ class _Writer:
         if copy.op in kinds.CONTROL_FLOW:
             copy.attr["_lower_using_switch_merge"].b = True
             if "parallel_iterations" in copy.attr:
-                copy.attr["parallel_iterations"].i = _PARALLEL_ITERATIONS
+                is_large = not self._gathering.isdisjoint(called_functions(copy))
+                copy.attr["parallel_iterations"].i = 1 if is_large else _PARALLEL_ITERATIONS
         self._nodes.append(copy)
 
     def _controls(self, node: Any) -> list[str]:

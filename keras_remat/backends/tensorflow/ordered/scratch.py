@@ -5,27 +5,19 @@ from __future__ import annotations
 
 import os
 from math import prod
-from typing import Any
 
-import tensorflow as tf
-
-from keras_remat.backends.host import cores
-from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.nodes import tensor_key
+from keras_remat.backends.tensorflow.graph.kernel_scratch import own_scratch_bytes, runs_own_kernels
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, tensor_key
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory.measure import WORKSPACE_LIMIT_MIB
 from keras_remat.backends.tensorflow.ordered.eigen_cache import MOST_PATCHES, third_cache_bytes
 from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.core.graph import Op
-from keras_remat.units import KIB, MIB
+from keras_remat.units import MIB
 
 #: TensorFlow's default for the most scratch of a GPU's convolution.
 _DEFAULT_WORKSPACE_LIMIT_MIB = 4096
-#: TensorFlow's own gradients of 2-D convolutions gather patches of so many images that a product
-#: has a working set of this size; that of the input goes image by image where a thread's share of
-#: one is large. Constants of conv_grad_filter_ops.cc and conv_grad_input_ops.h.
-_WORKING_SET_BYTES, _LARGE_SHARE_BYTES = 30 * MIB, 256 * KIB
 
 
 def estimated_workspace(traced: TensorFlowStep, op: Op) -> int:
@@ -40,7 +32,7 @@ def estimated_workspace(traced: TensorFlowStep, op: Op) -> int:
     known = known or traced.body_workspace_bytes.get(op.name, 0)
     if device.on_gpu():
         return max(known, _guessed_workspace(traced, op))
-    return known if private.onednn_is_on() else known + _own_workspace(traced, op)
+    return known + (_own_workspace(traced, op) if runs_own_kernels() else 0)
 
 
 def known_workspace(traced: TensorFlowStep, op: Op) -> int:
@@ -62,33 +54,13 @@ def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
 
 def _own_workspace(traced: TensorFlowStep, op: Op) -> int:
     """Returns what TensorFlow's own kernels ask for on a CPU."""
-    if op.kind in ("Conv2DBackpropFilter", "Conv2DBackpropInput"):
-        return _patches_bytes(traced, op)
     if op.kind in ("Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"):
         return _volume_patches_bytes(traced, op)
-    if op.kind == "MaxPoolGrad":  # an int64 for every element of the pooled image: where it is from
-        pooled = traced.tensor_shapes.get(tensor_key(traced.handles[op.id].input[1]))
-        return 8 * prod(pooled) if pooled else 0
-    return 0
-
-
-def _patches_bytes(traced: TensorFlowStep, op: Op) -> int:
-    """Returns the matrix of patches of several images that a 2-D convolution's gradient multiplies
-    with."""
-    node = traced.handles[op.id]
-    of_filter = op.kind == "Conv2DBackpropFilter"
-    result = traced.tensor_shapes.get(f"{node.name}:0")
-    kernel = result if of_filter else traced.tensor_shapes.get(tensor_key(node.input[1]))
-    gradient = traced.tensor_shapes.get(tensor_key(node.input[2]))
-    if not result or not kernel or not gradient or set(node.attr["dilations"].list.i) - {1}:
-        return 0
-    itemsize = traced.graph.values[op.outputs[0]].nbytes // max(1, prod(result))
-    positions, patch, channels = prod(gradient[1:3]), prod(kernel[:3]), kernel[3]
-    image = itemsize * (positions * patch + positions * channels + patch * channels)
-    images = -(-_WORKING_SET_BYTES // max(1, image))
-    if not of_filter and (gradient[0] == 1 or image // _threads() >= _LARGE_SHARE_BYTES):
-        images = 1
-    return itemsize * images * positions * patch
+    node, shapes = traced.handles[op.id], traced.tensor_shapes
+    operands = [shapes.get(tensor_key(read)) for read in data_inputs(node)]
+    result = shapes.get(f"{node.name}:0")
+    nbytes = traced.graph.values[op.outputs[0]].nbytes if op.outputs else 0
+    return own_scratch_bytes(node, operands, result, nbytes // max(1, prod(result or ())))
 
 
 def _volume_patches_bytes(traced: TensorFlowStep, op: Op) -> int:
@@ -112,9 +84,3 @@ def _volume_patches_bytes(traced: TensorFlowStep, op: Op) -> int:
     if patches // (prod(image) + prod(kernel) + prod(gradient)) > MOST_PATCHES:
         return 0
     return itemsize * patches
-
-
-def _threads() -> int:
-    """Returns how many threads an op may use."""
-    asked: Any = tf.config.threading.get_intra_op_parallelism_threads()
-    return asked or cores()

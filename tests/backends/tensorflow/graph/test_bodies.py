@@ -8,10 +8,12 @@ import tensorflow as tf
 from tight_limit import tight_limit
 
 import keras_remat
-from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow import backend, private
+from keras_remat.backends.tensorflow.graph import kernel_scratch
 from keras_remat.backends.tensorflow.graph.bodies import body_bytes
 from keras_remat.backends.tensorflow.graph.trace import trace
 from keras_remat.backends.tensorflow.ordered.profile import estimated_profile
+from keras_remat.backends.tensorflow.profiler import device
 
 ROWS, WIDTH = 32, 16
 BYTES = ROWS * WIDTH * 4  # of a value, a multiple of the alignment
@@ -129,6 +131,53 @@ def test_a_body_needs_what_is_alive_in_it_at_once(run, most):
     found, _ = held(run, X)
     (workspace,) = found.workspace.values()
     assert workspace == most * BYTES
+
+
+def gradients_in_a_loop(kernel):
+    """Two gradients of a convolution's kernel in every round."""
+
+    def run(image):
+        def round_of(of_kernel, _):
+            found = [
+                tf.raw_ops.Conv2DBackpropFilter(
+                    input=image + n, filter_sizes=kernel.shape, out_backprop=image,
+                    strides=[1] * 4, padding="SAME",
+                )
+                for n in (0.0, 1.0)
+            ]  # fmt: skip
+            return of_kernel + found[0] + found[1], of_kernel[0, 0, 0, 0]
+
+        return tf.while_loop(lambda k, first: first < 1, round_of, (kernel, 0.0))[0]
+
+    return run
+
+
+@pytest.mark.parametrize("onednn", [False, True], ids=["own kernels", "onednn"])
+def test_what_kernels_of_a_body_ask_for_counts_and_one_of_them_runs_at_a_time(onednn, monkeypatch):
+    kernel, image = tf.zeros((3, 3, 4, 4)), tf.TensorSpec((2, 16, 16, 4), tf.float32)
+    run = gradients_in_a_loop(kernel)
+    monkeypatch.setattr(private, "onednn_is_on", lambda: True)
+    monkeypatch.setattr(device, "on_gpu", lambda: False)
+    (without,) = held(run, image)[0].workspace.values()
+    monkeypatch.setattr(private, "onednn_is_on", lambda: onednn)
+    (workspace,) = held(run, image)[0].workspace.values()
+    # 30 MiB hold 758 images of 4 * (256 * 36 + 256 * 4 + 36 * 4) bytes
+    assert workspace - without == (0 if onednn else 4 * 758 * 256 * 36)
+
+    graph = tf.function(run, autograph=False).get_concrete_function(image).graph
+    document, before = graph.as_graph_def(), graph.as_graph_def()
+    kernel_scratch.order_bodies(document)
+    assert (document == before) is onednn
+    waits = {
+        node.name: [i[1:] for i in node.input if i.startswith("^")]
+        for function in document.library.function
+        for node in function.node_def
+        if node.op == "Conv2DBackpropFilter"
+    }
+    first, second = waits
+    assert waits == {first: [], second: [] if onednn else [first]}
+    gathering = kernel_scratch.gathering_functions(document.library)
+    assert len(gathering) == (0 if onednn else 1)
 
 
 class Gate(keras.layers.Layer):

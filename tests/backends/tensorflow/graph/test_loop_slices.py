@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow import backend, private
+from keras_remat.backends.tensorflow.graph import kernel_scratch
+from keras_remat.backends.tensorflow.ordered import backend as ordered_backend
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
+from keras_remat.backends.tensorflow.profiler import device
+from keras_remat.core.graph import BACKWARD
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import Slicing
@@ -92,7 +96,9 @@ def trained(model, data, step):
 
 
 @pytest.mark.parametrize("build", [masked, films])
-def test_loops_in_slices_train_what_whole_ones_do(build):
+def test_loops_in_slices_train_what_whole_ones_do(build, monkeypatch):
+    monkeypatch.setattr(kernel_scratch, "_patches_bytes", lambda *_: 0)  # which are no slices'
+    monkeypatch.setattr(ordered_backend, "smallest_counted_bytes", lambda _: 0)  # as oneDNN's is
     model, data, step = traced(build)
     loops = [op for op in step.graph.ops if op.kind == LOOP]
     rules = step.slicer.rules
@@ -105,6 +111,25 @@ def test_loops_in_slices_train_what_whole_ones_do(build):
     for mine, other in zip(ours, whole, strict=True):
         largest = np.max(np.abs(other), initial=1e-3)
         np.testing.assert_allclose(mine, other, rtol=0, atol=1e-6 * largest)
+
+
+def test_what_kernels_in_a_loop_ask_for_is_known_and_no_less_for_a_part(monkeypatch):
+    monkeypatch.setattr(private, "onednn_is_on", lambda: False)
+    monkeypatch.setattr(device, "on_gpu", lambda: False)
+    _, _, step = traced(films)
+    sliced = step.slicer.sliced(Slicing(together(step.slicer.rules, 4), 4))
+    # 30 MiB hold 2909 images of 4 * (64 * 36 + 64 * 4 + 36 * 4) bytes
+    least = 4 * 2909 * 64 * 36
+    for of in (step, sliced):
+        asked = [
+            scratch
+            for op, scratch in zip(
+                of.graph.ops, BACKEND.estimated_profile(of).op_workspace_bytes, strict=True
+            )
+            if op.kind == LOOP and op.phase == BACKWARD
+        ]
+        assert asked
+        assert all(least <= scratch < 1.01 * least for scratch in asked)
 
 
 def test_a_loop_that_mixes_samples_stays_whole_and_so_does_one_that_cannot_be_traced():

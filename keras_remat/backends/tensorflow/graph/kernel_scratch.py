@@ -1,0 +1,139 @@
+"""The scratch of TensorFlow's own kernels on a CPU, by shapes: of what runs without oneDNN.
+
+The gradients of 2-D convolutions gather patches of several images and multiply with the matrix of
+them. How many images is a constant of the kernel over an image's bytes: neither the batch's size
+nor slices of the batch change it. On a batch of 4 the matrix may be one for 64 images.
+
+In the body of a loop TensorFlow would run several such gradients at once, each with a matrix, in
+another order in every step. So they are put in order there (:func:`order_bodies`). A kernel of that
+size uses all cores by itself.
+
+Reference: ``conv_grad_filter_ops.cc`` and ``conv_grad_input_ops.h`` of TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from graphlib import TopologicalSorter
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import tensorflow as tf
+
+from keras_remat.backends.host import cores
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import called_functions
+from keras_remat.backends.tensorflow.profiler import device
+from keras_remat.units import KIB, MIB
+
+#: TensorFlow's own gradients of 2-D convolutions gather patches of so many images that a product
+#: has a working set of this size; that of the input goes image by image where a thread's share of
+#: one is large. Constants of the kernels.
+_WORKING_SET_BYTES, _LARGE_SHARE_BYTES = 30 * MIB, 256 * KIB
+
+#: Kinds whose kernels gather patches.
+_GATHERING = frozenset({"Conv2DBackpropFilter", "Conv2DBackpropInput"})
+
+_Shape = Sequence[int] | None
+
+
+def runs_own_kernels() -> bool:
+    """Returns whether TensorFlow's own kernels run: on a CPU, without oneDNN."""
+    return not device.on_gpu() and not private.onednn_is_on()
+
+
+def own_scratch_bytes(node: Any, operands: Sequence[_Shape], result: _Shape, itemsize: int) -> int:
+    """Returns the bytes that TensorFlow's own kernel of a node asks for beside its outputs; 0 where
+    a shape is not known.
+
+    Args:
+        node: its ``NodeDef``.
+        operands: shapes of its inputs.
+        result: the shape of its output.
+        itemsize: bytes of a number of its output.
+    """
+    if node.op in _GATHERING:
+        return _patches_bytes(node, operands, result, itemsize)
+    if node.op == "MaxPoolGrad":  # an int64 for every element of the pooled image: where it is from
+        return 8 * prod(operands[1]) if operands[1] else 0
+    return 0
+
+
+def _patches_bytes(node: Any, operands: Sequence[_Shape], result: _Shape, itemsize: int) -> int:
+    """Returns the matrix of patches of several images that a 2-D convolution's gradient multiplies
+    with."""
+    of_filter = node.op == "Conv2DBackpropFilter"
+    kernel, gradient = result if of_filter else operands[1], operands[2]
+    if not kernel or not gradient or set(node.attr["dilations"].list.i) - {1}:
+        return 0
+    positions, patch, channels = prod(gradient[1:3]), prod(kernel[:3]), kernel[3]
+    image = itemsize * (positions * patch + positions * channels + patch * channels)
+    images = -(-_WORKING_SET_BYTES // max(1, image))
+    if not of_filter and (gradient[0] == 1 or image // _threads() >= _LARGE_SHARE_BYTES):
+        images = 1
+    return itemsize * images * positions * patch
+
+
+def _threads() -> int:
+    """Returns how many threads an op may use."""
+    asked: Any = tf.config.threading.get_intra_op_parallelism_threads()
+    return asked or cores()
+
+
+def order_bodies(graph_def: Any) -> None:
+    """Orders what gathers patches in the bodies of loops and branches, in place: one after another.
+    Functions get other names then.
+
+    What is computed is the same.
+
+    Args:
+        graph_def: a graph with its library.
+    """
+    if not runs_own_kernels():
+        return
+    functions = {function.signature.name: function for function in graph_def.library.function}
+    called = [
+        name
+        for nodes in (graph_def.node, *(function.node_def for function in functions.values()))
+        for node in nodes
+        if node.op in kinds.CONTROL_FLOW
+        for name in called_functions(node)
+        if name in functions
+    ]
+    changed = [_order(functions[name]) for name in dict.fromkeys(called)]
+    if any(changed):
+        private.rename_functions(graph_def)
+
+
+def _order(function: Any) -> bool:
+    """Orders what gathers patches in one function, in place; returns whether there are several."""
+    nodes = {node.name: node for node in function.node_def}
+    if sum(node.op in _GATHERING for node in nodes.values()) < 2:
+        return False
+    sources = {name: [_name(i) for i in node.input] for name, node in nodes.items()}
+    order = [nodes[n] for n in TopologicalSorter(sources).static_order() if n in nodes]
+    gathering = [node for node in order if node.op in _GATHERING]
+    for before, node in pairwise(gathering):
+        node.input.append(f"^{before.name}")
+    return True
+
+
+def gathering_functions(library: Any) -> frozenset[str]:
+    """Returns the names of the functions of a graph's library that gather patches on this device.
+
+    Args:
+        library: the graph's ``FunctionDefLibrary``.
+    """
+    functions = library.function if runs_own_kernels() else ()
+    return frozenset(
+        function.signature.name
+        for function in functions
+        if any(node.op in _GATHERING for node in function.node_def)
+    )
+
+
+def _name(tensor: str) -> str:
+    """Returns the node of an input in a function, which is called ``node:output:index``."""
+    return tensor.removeprefix("^").partition(":")[0]

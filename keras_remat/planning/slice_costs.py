@@ -1,0 +1,110 @@
+"""What a step in slices costs, by what is known of the whole one and of other slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from keras_remat.backends.base import TracedStep
+from keras_remat.core.graph import Graph
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.slices import SlicedGraph
+from keras_remat.core.target import CPU_RATES
+
+
+def sliced_costs(problem: Problem, sliced: SlicedGraph, expected: Sequence[int] = ()) -> Problem:
+    """Returns what a sliced graph costs by what the whole one does.
+
+    A part takes its share of the op's time and workspace, and an op that cuts, joins or adds moves
+    its bytes, at a CPU's rate: what is known of a GPU's is less.
+
+    Args:
+        expected: the workspace that each op of the sliced graph is expected to ask for. Some
+            kernels ask for as much for a part as for the whole.
+    """
+    profile, graph = problem.profile, sliced.graph
+    parts = sliced.slicing.parts
+    times, workspaces = [], []
+    for op, origin in zip(graph.ops, sliced.origins, strict=True):
+        if origin.role == "whole":
+            times.append(profile.op_time_s[origin.source])
+            workspaces.append(profile.op_workspace_bytes[origin.source])
+        elif origin.role == "part":
+            times.append(
+                max(CPU_RATES.seconds_per_kernel, profile.op_time_s[origin.source] / parts)
+            )
+            whole = profile.op_workspace_bytes[origin.source]
+            share = -(-whole // parts)
+            workspaces.append(min(whole, max(share, expected[op.id])) if expected else share)
+        else:
+            moved_s = _glue_bytes(graph, op.id, origin.role) * CPU_RATES.seconds_per_byte
+            times.append(CPU_RATES.seconds_per_kernel + moved_s)
+            workspaces.append(0)
+    costs = replace(profile, op_time_s=tuple(times), op_workspace_bytes=tuple(workspaces))
+    return replace(problem, graph=graph, profile=costs)
+
+
+def undivided_scratch(
+    traced: TracedStep, problem: Problem, estimate: Callable[[TracedStep], Profile]
+) -> dict[int, int]:
+    """Returns id of a whole op → the bytes of workspace that its parts were seen to ask for and
+    that nobody expected: more parts may not divide them.
+
+    Args:
+        traced: a step in slices; of others nothing was seen.
+        problem: its costs.
+        estimate: returns estimated costs of a step.
+    """
+    if traced.whole is None or problem.profile.source != "measured":
+        return {}
+    asked, expected = problem.profile.op_workspace_bytes, estimate(traced).op_workspace_bytes
+    found: dict[int, int] = {}
+    for op_id, origin in enumerate(traced.whole.sliced.origins):
+        if origin.role == "part" and asked[op_id] > expected[op_id]:
+            more = asked[op_id] - expected[op_id]
+            found[origin.source] = max(found.get(origin.source, 0), more)
+    return found
+
+
+def _glue_bytes(graph: Graph, op_id: int, role: str) -> int:
+    """Returns the bytes that an op reads and writes which cuts, joins or adds."""
+    op, values = graph.ops[op_id], graph.values
+    if role == "start":
+        return 0
+    if role == "cut":
+        return 2 * values[op.outputs[0]].nbytes
+    if role == "join":
+        return 2 * values[op.inputs[1]].nbytes
+    return sum(values[v].nbytes for v in (*op.inputs, *op.outputs))
+
+
+def costs_of(
+    sliced: TracedStep,
+    problem: Problem,
+    estimate: Callable[[TracedStep], Profile],
+    undivided: Mapping[int, int] | None = None,
+) -> tuple[TracedStep, Problem]:
+    """Returns a sliced step, which knows the workspace of whole ops, and its costs: shares of
+    measured ones, or estimates of its own.
+
+    Args:
+        undivided: as :func:`undivided_scratch` returns it.
+    """
+    if sliced.whole is None:
+        raise LookupError("the step is not in slices")
+    whole = replace(sliced.whole, scratch=problem.profile.op_workspace_bytes)
+    expected = estimate(sliced)
+    if problem.profile.source == "measured":
+        costs = sliced_costs(problem, whole.sliced, expected.op_workspace_bytes)
+    else:
+        profile = replace(expected, resident_bytes=problem.profile.resident_bytes)
+        costs = replace(problem, graph=sliced.graph, profile=profile)
+    if undivided:
+        asked = list(costs.profile.op_workspace_bytes)
+        for op_id, origin in enumerate(whole.sliced.origins):
+            if origin.role == "part" and origin.source in undivided:
+                least = expected.op_workspace_bytes[op_id] + undivided[origin.source]
+                asked[op_id] = max(asked[op_id], least)
+        costs = replace(costs, profile=replace(costs.profile, op_workspace_bytes=tuple(asked)))
+    return replace(sliced, whole=whole), costs
