@@ -731,6 +731,5 @@ def test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_sta
     with pytest.warns(UserWarning, match="no schedule that takes less was found"):
         model.fit(*data, batch_size=4, shuffle=False, verbose=0, callbacks=[remat])
     plain_bytes = remat.report.baseline.peak_bytes
-    assert remat.report.baseline_source == "measured"
     assert remat.plan is None or limit < remat.plan.measured.peak_bytes < plain_bytes
     assert not isinstance(model.train_function, InstalledTrainFunction)
