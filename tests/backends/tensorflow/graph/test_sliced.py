@@ -1,6 +1,7 @@
 """Steps in slices compute what whole ones do, and are made of what TensorFlow infers."""
 
 import functools
+import sys
 import warnings
 from dataclasses import replace
 
@@ -234,6 +235,26 @@ def test_what_takes_the_first_axes_as_they_are_runs_in_slices():
     (whole,), (sliced,) = (b.train(step)[1] for step in (b.traced, b.sliced(4)))
     for name in whole:
         np.testing.assert_array_equal(sliced[name], whole[name])
+
+
+class Prints(keras.layers.Layer):
+    def call(self, x):
+        tf.print("of the whole batch", tf.shape(x)[0], output_stream=sys.stderr)
+        return x
+
+
+def test_an_effect_between_ops_in_slices_comes_once_a_step_and_of_the_whole_batch(capfd):
+    inputs = keras.Input((8,))
+    hidden = Prints()(keras.layers.Dense(16, activation="gelu")(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile("sgd", "mse", jit_compile=False)
+    b = Bench(model, (np.ones((32, 8), "float32"), np.ones((32, 1), "float32")))
+    whole, _ = b.train(b.traced)
+    assert capfd.readouterr().err.count("of the whole batch 32\n") == 1
+    sliced, _ = b.train(b.sliced(4), steps=1)
+    assert capfd.readouterr().err.count("of the whole batch 32\n") == 1
+    for ours, theirs in zip(sliced, whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_dropout_draws_the_same_mask():
