@@ -21,8 +21,9 @@ import keras_remat
 
 #: Over what a refusal says is needed, so that a schedule is found at once.
 _ROOM = 1.05
-#: A limit in bytes that no step keeps, and how many limits are tried.
-_TOO_SMALL, _LIMITS = 16, 6
+#: The least limit in bytes that is taken, and how many limits are tried. Only the tiniest models on
+#: PyTorch, whose bytes are not rounded up, keep it: they train plainly.
+_TOO_SMALL, _LIMITS = 1024, 6
 _came_to: Counter[str] = Counter()
 
 
