@@ -13,6 +13,16 @@ what the plan needs that keeps to it. A limit below the floor of the step has no
     python benchmarks/cards.py --cards H100,T4 --models unet --at 0.5,0.35 --json rows.jsonl
     python benchmarks/cards.py --framework tensorflow --cards H100 --at 0.5 --check
 
+*Compilations* counts schedules. A schedule is written in up to three ways, the quickest first, and
+the next way is compiled only where one does not keep to the limit; *modules* counts all of that.
+*Overhead* is by the plan's own ops, *time* is counted from the compiled module, guards and barriers
+included, in that of Keras's own.
+
+The results of this repository are rows in a file, each with the time at which it was taken (UTC;
+where there is a date alone, the code was older). They are summed up, and nothing is compiled, by
+
+    python benchmarks/cards.py --json benchmarks/results/cards.jsonl --known --check
+
 ``--peers`` sets others beside plans, each at the bytes that it takes itself: ``jax.checkpoint``
 around parts of a model, XLA's own rematerialization, ``keras.RematScope``
 (:mod:`cards_peers`). FLOPs, bytes moved and time are counted from the compiled modules, so what a
@@ -77,8 +87,11 @@ COLUMNS = {
     "kept": ("kept_bytes", "MiB"),
     "of plain": ("of_plain", ".2f"),
     "compilations": ("compilations", "d"),
+    "modules": ("modules", "d"),
     "overhead": ("overhead", "+.1%"),
+    "time": ("time", ".2f"),
     "status": ("status", ""),
+    "taken": ("taken", ""),
 }
 
 
@@ -119,6 +132,11 @@ def line(row: dict[str, Any]) -> str:
     return line_of(cells_of(told, COLUMNS.values(), ""))
 
 
+def has_plan(row: dict[str, Any]) -> bool:
+    """Returns whether any schedule keeps to the limit, as far as the step's floor is known."""
+    return row.get("limit_bytes", 0) >= row.get("floor_bytes", 0)
+
+
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """Returns what falls short of what is demanded, a sentence each."""
     if any(row["framework"] == "tensorflow" for row in rows):
@@ -130,8 +148,7 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
     found = []
     for row in rows:
         where = f"{row['name']} on {row['card']} at {row['at']:g}"
-        has_plan = row["limit_bytes"] >= row["floor_bytes"] if "floor_bytes" in row else True
-        if row["status"] != "kept" and has_plan:
+        if row["status"] != "kept" and has_plan(row):
             found.append(f"{where}: {row['status']}")
         elif row.get("compilations", 0) > COMPILATIONS:
             found.append(f"{where}: {row['compilations']} compilations")
@@ -156,12 +173,18 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
 def summary(rows: list[dict[str, Any]]) -> str:
     """Returns what the rows show together, in one line."""
     errors = [abs(error) for row in rows if (error := error_of(row)) is not None]
-    costs = [row["overhead"] for row in rows if row["at"] == 0.5 and "overhead" in row]
-    told = [f"{sum(row['status'] == 'kept' for row in rows)} of {len(rows)} limits kept"]
+    exist = [row for row in rows if has_plan(row)]
+    kept_of = f"{sum(row['status'] == 'kept' for row in exist)} of {len(exist)} limits kept"
+    below = f" ({len(rows) - len(exist)} are below the step's floor)"
+    told = [kept_of + below * (len(exist) < len(rows))]
     if errors:
         told.append(f"predictions off by {median(errors):.1%} (median), {max(errors):.1%} (worst)")
-    if costs:
-        told.append(f"overhead at half {median(costs):.1%} (median)")
+    at_half = [row for row in rows if row["at"] == 0.5]
+    if costs := [row["overhead"] for row in at_half if "overhead" in row]:
+        told.append(f"overhead at half {median(costs):.1%} (median of {len(costs)})")
+    if times := [row["time"] for row in at_half if "time" in row]:
+        counted = f"time at half {median(times):.2f} of plain, counted from the modules"
+        told.append(f"{counted} (median of {len(times)})")
     return "; ".join(told)
 
 
@@ -211,11 +234,12 @@ def with_peers(options: Any) -> int:
     report.add(of, "", head(PEER_COLUMNS, 3))
     for name in options.models.split(",") if options.models else MODELS:
         for card in options.cards.split(","):
-            for row in measured_peers(name, card, known, options):
+            for row in () if options.known else measured_peers(name, card, known, options):
                 keep(row, options.json)
                 known.append(row)
             of_case = [row for row in known if (row["name"], row["card"]) == (name, card)]
-            report.add(*map(peer_line, of_case))
+            if of_case:
+                report.add(*map(peer_line, of_case))
             shown += of_case
     report.write(options.output)
     return failed(peer_failures(shown), options.check)
@@ -258,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--timeout", type=float, default=1800.0, help="seconds for model and card")
     words.add_argument("--peers", action="store_true", help="others beside plans, at equal bytes")
     words.add_argument("--json", type=Path, metavar="FILE.jsonl", help="rows, added as they come")
+    words.add_argument("--known", action="store_true", help="rows of that file, and no others")
     words.add_argument("--output", type=Path, metavar="FILE.md", help="the table")
     words.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
     return words
@@ -278,11 +303,14 @@ def main() -> int:
         for card in options.cards.split(","):
             case = [(name, card, options.framework, options.policy, at) for at in shares]
             missing = tuple(key[-1] for key in case if key not in known)
+            missing = () if options.known else missing
             for row in measured(name, card, missing, options) if missing else ():
                 keep(row, options.json)
                 known[key_of(row)] = row
-            shown += [known[key] for key in case]
-            report.add(*(line(known[key]) for key in case))
+            of_case = [known[key] for key in case if key in known]
+            shown += of_case
+            if of_case:
+                report.add(*map(line, of_case))
     report.add("", summary(shown))
     report.write(options.output)
     return failed(failures(shown), options.check)

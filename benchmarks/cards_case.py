@@ -15,10 +15,13 @@ from typing import Any
 
 import keras
 from keras import layers
+from rows import version_of
 
 from keras_remat.backends.base import load_backends
 from keras_remat.backends.memory import MemoryModel
+from keras_remat.backends.xla.card_compiler import CardCompiler, CardStep
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
+from keras_remat.backends.xla.module_costs import costs
 from keras_remat.cards.process import initialize_with_zeros
 from keras_remat.cards.table import card
 from keras_remat.core.limit import Limit
@@ -208,57 +211,91 @@ def compiled_model(name: str) -> tuple[Any, int]:
     return model, batch_size
 
 
-def added_bytes_of(traced: Any) -> Callable[[Problem, Schedule | None], int]:
-    """Returns what compiles a schedule of a step, or Keras's own, and says what it adds to the
-    resident bytes."""
+@dataclass(frozen=True)
+class CompiledStep:
+    """Says what compiling told of one schedule.
+
+    Args:
+        added_bytes: what it adds to the resident ones.
+        time_s: by the card's roofline, counted from the module.
+        modules: how many were compiled until one kept to the limit.
+    """
+
+    added_bytes: int
+    time_s: float
+    modules: int = 1
+
+
+#: Compiles a schedule of a step, or Keras's own.
+Compile = Callable[[Problem, Schedule | None], CompiledStep]
+
+
+def compile_of(traced: Any) -> Compile:
+    """Returns what compiles schedules of a step."""
+
+    def told(step: CardStep, modules: int = 1) -> CompiledStep:
+        time_s = costs(step.as_text(), traced.target.rates).time_s
+        return CompiledStep(step.added_bytes, time_s, modules)
+
     if keras.backend.backend() == "jax":
         from keras_remat.backends.jax import lower as lowering
-        from keras_remat.backends.jax.measure import memory
 
-        def on_jax(problem: Problem, schedule: Schedule | None) -> int:
+        def on_jax(problem: Problem, schedule: Schedule | None) -> CompiledStep:
             if schedule is None:
-                return memory(lowering.lower_plain(traced)).added_bytes
-            return lowering.lower_within(traced, schedule, problem.room_bytes).added_bytes
+                return told(lowering.lower_plain(traced))
+            written = lowering.lower_within(traced, schedule, problem.room_bytes)
+            return told(written.step, written.ways)
 
         return on_jax
     from keras_remat.backends.tensorflow import private
     from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
-    from keras_remat.backends.xla.card_compiler import CardCompiler
 
     compiler = CardCompiler()
 
-    def on_tensorflow(problem: Problem, schedule: Schedule | None) -> int:
+    def on_tensorflow(problem: Problem, schedule: Schedule | None) -> CompiledStep:
         step = traced if schedule is None else LoweredStep(traced, schedule)
-        return compiler.compiled(private.serialized_hlo(step.function), traced.target).added_bytes
+        return told(compiler.compiled(private.serialized_hlo(step.function), traced.target))
 
     return on_tensorflow
 
 
 @dataclass
 class Compiler:
-    """Compiles schedules of one step, and counts.
+    """Compiles schedules of one step, and remembers.
 
     Args:
-        added_bytes: see :func:`added_bytes_of`.
-        plain_bytes: what Keras's own step adds to the resident bytes; compiled once.
+        compile_step: see :func:`compile_of`.
+        plain: Keras's own step; compiled once.
         memory: is asked for its prediction before a schedule is compiled.
-        predicted, compiled: bytes above the resident ones of what was compiled, in order.
+        predicted: bytes above the resident ones of what was compiled, in order.
+        compiled: what was, in order.
     """
 
-    added_bytes: Callable[[Problem, Schedule | None], int]
-    plain_bytes: int
+    compile_step: Compile
+    plain: CompiledStep
     memory: MemoryModel | None = None
     predicted: list[int] = field(default_factory=list)
-    compiled: list[int] = field(default_factory=list)
+    compiled: dict[Schedule, CompiledStep] = field(default_factory=dict)
 
     def __call__(self, problem: Problem, schedule: Schedule | None) -> int:
         if schedule is None:
-            return self.plain_bytes
+            return self.plain.added_bytes
         assert self.memory is not None
         resident = problem.profile.resident_bytes
         self.predicted.append(self.memory.peak_bytes(problem, schedule) - resident)
-        self.compiled.append(self.added_bytes(problem, schedule))
-        return self.compiled[-1]
+        self.compiled[schedule] = self.compile_step(problem, schedule)
+        return self.compiled[schedule].added_bytes
+
+    def told(self) -> dict[str, Any]:
+        """Returns what a row says of the schedules of one limit."""
+        steps = list(self.compiled.values())
+        return {
+            "predicted_bytes": (self.predicted or [None])[0],
+            "compiled_bytes": steps[0].added_bytes if steps else None,
+            "least_bytes": min((step.added_bytes for step in steps), default=None),
+            "compilations": len(steps),
+            "modules": sum(step.modules for step in steps),
+        }
 
 
 def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: float) -> Any:
@@ -272,8 +309,8 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
     traced = backend.trace(model, batch)
     problem = Problem(traced.graph, backend.estimated_profile(traced), name=name)
     resident = problem.profile.resident_bytes
-    added_bytes = added_bytes_of(traced)
-    plain_bytes = added_bytes(problem, None)
+    compile_step = compile_of(traced)
+    plain = compile_step(problem, None)
     store_all = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes - resident
     known = {
         "name": name,
@@ -283,15 +320,15 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
         "batch_size": batch_size,
         "ops": len(problem.graph.ops),
         "resident_bytes": resident,
-        "plain_bytes": plain_bytes,
+        "plain_bytes": plain.added_bytes,
         "store_all_bytes": store_all,
         "floor_bytes": problem.floor_bytes - resident,
     }
     for share in shares:
         started, started_cpu = time.perf_counter(), time.process_time()
-        compiler = Compiler(added_bytes, plain_bytes)
+        compiler = Compiler(compile_step, plain)
         compiler.memory = CompiledMemory(compiler, on_gpu=True)
-        limit = int(share * plain_bytes)
+        limit = int(share * plain.added_bytes)
         row = known | {"at": share, "limit_bytes": limit}
         try:
             plan = plan_for(
@@ -313,15 +350,18 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
                 "status": "kept",
                 "overhead": plan.overhead,
                 "kept_bytes": plan.predicted.peak_bytes - resident,
+                "time": compiler.compiled.get(plan.schedule, plain).time_s / plain.time_s,
             }
-        yield row | {
-            "predicted_bytes": (compiler.predicted or [None])[0],
-            "compiled_bytes": (compiler.compiled or [None])[0],
-            "least_bytes": min(compiler.compiled, default=None),
-            "compilations": len(compiler.compiled),
-            "seconds": round(time.perf_counter() - started, 1),
-            "cpu_s": round(time.process_time() - started_cpu, 1),
-        }
+        yield (
+            row
+            | compiler.told()
+            | {
+                "taken": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+                "jax": version_of("jax"),
+                "seconds": round(time.perf_counter() - started, 1),
+                "cpu_s": round(time.process_time() - started_cpu, 1),
+            }
+        )
 
 
 def main() -> None:

@@ -42,6 +42,27 @@ def test_what_falls_short_is_told(module):
     assert cards.failures([ROW, ROW | below]) == []
 
 
+def test_rows_of_a_file_are_summed_up(module, monkeypatch, tmp_path, capsys):
+    cards = module("cards")
+    monkeypatch.setattr(cards, "measured", None)  # nothing is compiled
+    over = ROW | {"at": 0.35, "status": "not found", "compiled_bytes": 110 * MIB}
+    below = ROW | {"at": 0.7, "status": "below the floor", "floor_bytes": 99 * MIB}
+    timed = ROW | {"card": "H100", "overhead": 0.08, "time": 1.25, "compiled_bytes": 88 * MIB}
+    rows = tmp_path / "rows.jsonl"
+    for row in (ROW | {"status": "not found"}, ROW, over, below, timed):  # the newest counts
+        module("rows").keep(row | {"policy": "float32"}, rows)
+    monkeypatch.setattr("sys.argv", ["cards.py", "--json", str(rows), "--known", "--check"])
+    assert cards.main() == 1
+    *_, told, not_found, worst = capsys.readouterr().out.splitlines()
+    assert told == (
+        "2 of 3 limits kept (1 are below the step's floor); predictions off by 1.1% (median), "
+        "25.0% (worst); overhead at half 6.0% (median of 2); time at half 1.25 of plain, counted "
+        "from the modules (median of 1)"
+    )
+    assert not_found == "BOUND: unet on T4 at 0.35: not found"
+    assert worst == "BOUND: the worst is off by +25.0%: unet on T4 at 0.35"
+
+
 def test_peers_at_equal_bytes(module):
     cards = module("cards")
     assert cards.peer_failures([PEER, PEER | {"ours": "not found"}]) == []
