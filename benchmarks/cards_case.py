@@ -350,7 +350,7 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
                 "status": "kept",
                 "overhead": plan.overhead,
                 "kept_bytes": plan.predicted.peak_bytes - resident,
-                "time": compiler.compiled.get(plan.schedule, plain).time_s / plain.time_s,
+                "time": compiler.compiled.get(plan.solution.schedule, plain).time_s / plain.time_s,
             }
         yield (
             row
