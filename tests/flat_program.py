@@ -67,9 +67,9 @@ class TextWriter:
         guarded: what was guarded, in order.
     """
 
-    def __init__(self, program, *, uses_branches=False, uses_barriers=False):
+    def __init__(self, program, *, uses_branches=False, uses_barriers=False, copied=()):
         self._program, self.uses_branches = program, uses_branches
-        self.uses_barriers = uses_barriers
+        self.uses_barriers, self._copied = uses_barriers, dict(copied)
         self.written, self.guarded, self.drawn = [], [], []
         self._fresh = itertools.count(1000)
 
@@ -98,6 +98,9 @@ class TextWriter:
     def is_inexact(self, value):
         return True
 
+    def copied(self, at):
+        return self._copied.get(at, ())
+
     def may_guard(self, equation, value):
         return True
 
@@ -107,6 +110,9 @@ class TextWriter:
     def guard(self, value, condition):
         self.guarded.append(value.text)
         return Written(f"guard({value.text} | {condition.text})", value.number)
+
+    def guard_made(self, value, condition):
+        return self.guard(self.hold(value), condition)
 
     def hold(self, value):
         return Written(f"hold({value.text})", value.number)

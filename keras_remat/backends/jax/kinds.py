@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_remat.backends.tables import names
-from keras_remat.backends.xla.fusion import Kinds
+from keras_remat.backends.xla.fusion import Equation, Kinds
 from keras_remat.core.target import Target
 
 CONVOLUTION = "conv_general_dilated"
@@ -77,6 +77,31 @@ def kinds_of(target: Target) -> Kinds:
     if target.capability is not None and target.capability < TRITON_CAPABILITY:
         return replace(GPU_KINDS, in_tuples=GPU_KINDS.in_tuples | {PRODUCT})
     return GPU_KINDS
+
+
+def copied_operands(equation: Equation, target: Target) -> tuple[int, ...]:
+    """Returns which operands of a product cuBLAS reads a transposed copy of: where it sums over the
+    second of several dimensions that number samples, as of several heads, XLA brings the first
+    operand's dimensions into the order samples, own, summed, and the second one's into samples,
+    summed, own.
+
+    Args:
+        equation: any.
+        target: where it will run.
+    """
+    if equation.kind != PRODUCT or PRODUCT not in kinds_of(target).in_tuples:
+        return ()
+    (summed, samples) = equation.source.params["dimension_numbers"]
+    if len(samples[0]) < 2:
+        return ()
+    found = []
+    for at, variable in enumerate(equation.source.invars):
+        known = {*samples[at], *summed[at]}
+        own = [d for d in range(variable.aval.ndim) if d not in known]
+        order = [*samples[at], *own, *summed[at]] if at == 0 else [*samples[at], *summed[at], *own]
+        if order != sorted(order):
+            found.append(at)
+    return tuple(found)
 
 
 def is_emulated(dtype: Any, target: Target) -> bool:

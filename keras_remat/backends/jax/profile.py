@@ -23,6 +23,7 @@ from keras_remat.backends.jax.kinds import (
     POOLING_GRADIENT,
     POOLING_PIECES,
     PRODUCT,
+    copied_operands,
     in_pieces,
     is_emulated,
     is_of_transposed,
@@ -182,7 +183,10 @@ def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
         uneven = reads_a_copy(params, image.dtype, traced.target)
         return copied + (_padded_bytes(params, image) if uneven else 0)
     if equation.kind == PRODUCT:
-        return CUBLAS_BYTES if PRODUCT in kinds_of(traced.target).in_tuples else 0
+        of_library = PRODUCT in kinds_of(traced.target).in_tuples
+        copies = copied_operands(equation, traced.target)
+        copied = sum(program.sizes[equation.inputs[at]] for at in copies)
+        return copied + CUBLAS_BYTES * of_library
     if equation.kind == POOLING_GRADIENT:
         pooled = program.avals[reads[0]]
         shards = program.shards[reads[0]] if program.shards else 1

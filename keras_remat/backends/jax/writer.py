@@ -22,6 +22,7 @@ from keras_remat.backends.jax.kinds import (
     POOLING_GRADIENT,
     POOLING_PIECES,
     SCAN,
+    copied_operands,
     in_pieces,
     is_channels_first,
     is_emulated,
@@ -86,11 +87,17 @@ class JaxWriter:
     def may_guard(self, equation: Any, value: Any) -> bool:
         return True
 
+    def copied(self, at: int) -> Sequence[int]:
+        return ()
+
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
         return never(triggers, in_branch)
 
     def guard(self, value: Any, condition: Any) -> Any:
         return guard(value, condition)
+
+    def guard_made(self, value: Any, condition: Any) -> Any:
+        return self.guard(self.hold(value), condition)
 
     def hold(self, value: Any) -> Any:
         return lax.optimization_barrier(value)
@@ -156,6 +163,10 @@ class GpuWriter(JaxWriter):
             results = [self.hold(results[0])]  # else what it was computed in is kept
         return [*map(_row_major, results)] if equation.kind == KERNEL_GRADIENT else results
 
+    def copied(self, at: int) -> Sequence[int]:
+        equation = self._program.equations[at]
+        return copied_operands(equation, self._target)
+
     def hold(self, value: Any) -> Any:
         if value.ndim == IMAGE_RANK and is_channels_first(value.dtype, self._target):
             value = layout.with_layout_constraint(value, layout.Layout(CHANNELS_FIRST))
@@ -167,6 +178,11 @@ class GpuWriter(JaxWriter):
     def guard(self, value: Any, condition: Any) -> Any:
         guarded = super().guard(value, condition)
         return _row_major(guarded) if value.ndim == IMAGE_RANK else guarded
+
+    def guard_made(self, value: Any, condition: Any) -> Any:
+        if value.ndim == IMAGE_RANK and is_channels_first(value.dtype, self._target):
+            return self.guard(value, condition)  # held, it would be laid otherwise first
+        return super().guard_made(value, condition)
 
 
 class ShardedWriter(JaxWriter):

@@ -150,6 +150,9 @@ class Writer(Protocol):
         """Returns whether an input of an equation may be something that is known only when the step
         runs."""
 
+    def copied(self, at: int) -> Sequence[int]:
+        """Returns which inputs of equation number ``at`` its kernel reads a transposed copy of."""
+
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
         """Returns a boolean scalar that is false and can be known only when all ``triggers``
         (non-empty values) exist.
@@ -161,6 +164,9 @@ class Writer(Protocol):
 
     def guard(self, value: Any, condition: Any) -> Any:
         """Returns the same bits, depending on a condition from :meth:`never`."""
+
+    def guard_made(self, value: Any, condition: Any) -> Any:
+        """Returns the same of a value that exists, and is not computed again for it."""
 
     def hold(self, value: Any) -> Any:
         """Returns the same value, which no reader can compute again in its own loop."""
@@ -220,6 +226,9 @@ class Run:
         self._literals: dict[int, _Value] = {}  # by id
         self._written: dict[Any, list[_Value]] = {}  # by equation and inputs
         self._ran: dict[int, int] = {}  # op → the trigger that was the newest when it ran last
+        self._existing = frozenset(self._numbers)
+        self._makers = {out: e for e in self._program.equations for out in e.outputs}
+        self._copied = self._copied_values()
         self._origins = () if traced.whole is None else traced.whole.sliced.origins
         self._part, self._part_trigger = 0, 0  # what runs, and the first trigger that it waits for
         self._of_part: list[int] = []  # ops of it that ran
@@ -230,6 +239,16 @@ class Run:
         self._condition_phase = FORWARD
         self._trigger = 1  # the newest one's number; what is drawn before any depends on it, too
         self._guards: dict[_Value, _Value] = {}  # by what is guarded with the newest trigger
+
+    def _copied_values(self) -> frozenset[int]:
+        """Returns numbers of the values that a kernel reads a transposed copy of."""
+        found = set()
+        for at, equation in enumerate(self._program.equations):
+            for number in (equation.inputs[position] for position in self._writer.copied(at)):
+                while number in self._makers and self._makers[number].kind in self._kinds.views:
+                    number = self._makers[number].reads[0]
+                found.add(number)
+        return frozenset(found)
 
     def order(self, order: Sequence[int]) -> None:
         """Runs a whole order."""
@@ -341,11 +360,17 @@ class Run:
             held = results[number]
             results[number] = replace(held, written=self._writer.hold(held.written))
             return
-        if self._writing is Writing.LOOSE or exists:
-            return
-        if not op.outputs or len(self._graph.readers[op.outputs[0]]) < 2:
+        if not op.outputs:
             return
         number = self._numbers[op.outputs[0]]
+        if number in self._copied and sizes[number] >= HELD_BYTES:
+            held = results[number]
+            results[number] = replace(held, written=self._writer.hold(held.written))
+            return
+        if self._writing is Writing.LOOSE or exists:
+            return
+        if len(self._graph.readers[op.outputs[0]]) < 2:
+            return
         kinds = {
             self._program.equations[at].kind
             for at in self._handles[op_id]
@@ -367,6 +392,8 @@ class Run:
                 for a in equation.inputs
             ]
             if self._guardable(equation):
+                if again or phase == BACKWARD:
+                    self._keep_copies_apart(at, equation, inputs, again)
                 if again and not self._waits(op_id, inputs):
                     self._guard_cheapest(equation, inputs)
                 elif not again and self._is_later(op_id):
@@ -377,6 +404,15 @@ class Run:
             outputs = self._run(at, equation, inputs)
             inner.update(zip(equation.outputs, outputs, strict=True))
         return inner
+
+    def _keep_copies_apart(
+        self, at: int, equation: Equation, inputs: list[_Value], again: bool
+    ) -> None:
+        """Has the copies that a kernel reads of forward values be made for it alone, when it runs:
+        XLA would make them in the forward phase, and hold each beside what it is a copy of."""
+        for position in self._writer.copied(at):
+            if not inputs[position].late:
+                self._guard_input(equation, inputs, position, 1 if again else STALE_OPS)
 
     def _waits(self, op_id: int, inputs: Sequence[_Value]) -> bool:
         """Returns whether an op's inputs depend on the newest trigger, and did not when it ran
@@ -509,9 +545,25 @@ class Run:
         atom, value = equation.inputs[at], inputs[at]
         if value not in self._guards:
             original = value.written if isinstance(atom, int) else self._writer.array(atom)
-            guarded = self._writer.guard(original, self._condition)
+            guard = self._writer.guard
+            if isinstance(atom, int) and self._is_made_again(atom):
+                guard = self._writer.guard_made
+            guarded = guard(original, self._condition)
             self._guards[value] = _Value(guarded, late=True, trigger=self._trigger)
         inputs[at] = self._guards[value]
+
+    def _is_made_again(self, number: int) -> bool:
+        """Returns whether XLA could compute an existing value again in the kernel of its guard: it
+        would hold what the value is made of until then, which may be larger (the joint product of
+        queries, keys and values)."""
+        if not self._writer.uses_barriers or self._program.sizes[number] < HELD_BYTES:
+            return False
+        maker = self._makers.get(number)
+        while maker is not None and maker.kind in self._kinds.reshapes:
+            number = maker.reads[0]
+            maker = self._makers.get(number)
+        made = self._kinds.elementwise | self._kinds.cut
+        return maker is not None and number in self._existing and maker.kind in made
 
     def _new_trigger(self, most: int | None = MAX_TRIGGERS) -> None:
         """Makes the newest results that nothing has read yet, ``most`` of them or all, the

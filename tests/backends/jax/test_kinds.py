@@ -14,6 +14,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import flatten
 from keras_remat.backends.jax.kinds import (
     KERNEL_GRADIENT,
+    copied_operands,
     is_channels_first,
     is_emulated,
     is_of_transposed,
@@ -130,6 +131,28 @@ def test_matrix_products_are_a_library_s_before_triton():
     assert "dot_general" in kinds_of(card("T4")).in_tuples
     assert "dot_general" not in kinds_of(card("A100-40")).in_tuples
     assert not kinds_of(live("cpu", "a CPU")).in_tuples
+
+
+def test_which_operands_of_a_product_cublas_reads_a_copy_of():
+    """Those of several heads, which do not lie one behind the other."""
+
+    def attended(query, key, value):
+        scores = jnp.einsum("BTNH,BSNH->BNTS", query, key)
+        return jnp.einsum("BNTS,BSNH->BTNH", scores, value)
+
+    heads = jax.ShapeDtypeStruct((2, 8, 4, 3), "float32")
+    program = flatten(jax.make_jaxpr(attended)(heads, heads, heads))
+    t4, h100 = card("T4"), card("H100")
+    products = [e for e in program.equations if e.kind == "dot_general"]
+    read = [{e.inputs[at] for at in copied_operands(e, t4)} for e in products]
+    (scores,) = products[0].outputs
+    assert read == [{0, 1}, {2, scores}], "values come first, and are multiplied by scores"
+    assert not any(copied_operands(e, h100) for e in program.equations)
+    numbers = (((3,), (2,)), ((0, 1), (0, 1)))
+    straight = jax.make_jaxpr(lambda x, y: jax.lax.dot_general(x, y, numbers))(
+        jnp.ones((2, 4, 8, 3)), jnp.ones((2, 4, 3, 8))
+    )
+    assert not any(copied_operands(e, t4) for e in flatten(straight).equations)
 
 
 def test_workspaces_on_a_gpu(steps):

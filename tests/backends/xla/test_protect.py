@@ -13,11 +13,16 @@ from keras_remat.backends.xla.protect import SMALL_RESULT_BYTES, Run
 SMALL = SMALL_RESULT_BYTES - 1
 
 
-def ran(program, order=None, *, uses_branches=False, uses_barriers=False, early=(), kinds=KINDS):
+def ran(
+    program, order=None, *,
+    uses_branches=False, uses_barriers=False, early=(), kinds=KINDS, copied=(),
+):  # fmt: skip
     """Runs an order of ops; returns the outputs, and the writer."""
     backward = lambda equation: equation.scope == "backward"  # noqa: E731
     graph, numbers, handles = fused_graph(program, kinds, (), backward)
-    writer = TextWriter(program, uses_branches=uses_branches, uses_barriers=uses_barriers)
+    writer = TextWriter(
+        program, uses_branches=uses_branches, uses_barriers=uses_barriers, copied=copied
+    )
     given = [Written(f"x{n}", n) for n in range(program.n_given)]
     run = Run(FusedStep(graph, handles, program, numbers), kinds, writer, given, early)
     run.order(range(len(graph.ops)) if order is None else order)
@@ -212,6 +217,35 @@ def test_the_image_of_a_kernel_gradient_is_guarded_only_where_it_is_transposed()
     on_gpu = replace(KINDS, transposing=frozenset())
     _, writer = ran(program, kinds=on_gpu)
     assert writer.guarded == ["dot(x0)"], "the gradient's own, once"
+
+
+def test_copies_that_a_kernel_reads_wait_for_it():
+    """Else they are made early, beside what they are copies of."""
+    program = FlatProgram(LARGE, LARGE)
+    query = program.add("add", program.add("dot", 0), 0)
+    score = program.add("dot", program.add("reshape", query), 1)
+    gradient = program.add("dot", score, query, scope="backward")
+    program.returns(program.add("call", gradient, scope="backward"))
+    _, writer = ran(program, uses_barriers=True)
+    score, held = "dot(reshape(hold(add(dot(x0), x0))), x1)", "hold(add(dot(x0), x0))"
+    assert writer.guarded == [score], "so that the gradient waits for it"
+    (out,), writer = ran(program, uses_barriers=True, copied={3: (0,), 4: (1,)})
+    assert out.text == f"call(dot({score}, guard(hold({held}) | never({score}))))"
+    (out,), writer = ran(program, [0, 1, 2, 2, 3, 4], uses_barriers=True, copied={3: (0,)})
+    assert f"guard(hold(reshape({held})) | never(" in out.text, "one that runs again has its own"
+
+
+def test_what_a_guard_would_compute_again_is_held():
+    """XLA would keep what it is made of for that."""
+    program = FlatProgram(LARGE, LARGE, 64)
+    made = program.add("add", program.add("dot", 0), 1)
+    again = program.add("dot", program.add("reshape", made))
+    program.returns(program.add("call", program.add("dot", again), again))
+    order = [0, 1, 2, 3, 2, 4]
+    _, writer = ran(program, order, uses_barriers=True)
+    assert writer.guarded == ["hold(reshape(add(dot(x0), x1)))"]
+    _, writer = ran(program, order)
+    assert writer.guarded == ["reshape(add(dot(x0), x1))"]
 
 
 def test_the_image_of_a_pooling_gradient_is_guarded():

@@ -60,6 +60,9 @@ class _Writer:
     def is_inexact(self, value: Any) -> bool:
         return bool(value.dtype.is_floating or value.dtype.is_complex)
 
+    def copied(self, at: int) -> Sequence[int]:
+        return ()
+
     def may_guard(self, equation: Any, value: Any) -> bool:
         """Returns whether XLA may learn a value late: it wants shapes, axes and permutations when
         it compiles, which are integers and no random keys."""
@@ -71,6 +74,9 @@ class _Writer:
 
     def guard(self, value: Any, condition: Any) -> Any:
         return guard(value, condition)
+
+    def guard_made(self, value: Any, condition: Any) -> Any:
+        return self.guard(self.hold(value), condition)
 
     def hold(self, value: Any) -> Any:
         return private.optimization_barrier(value)
