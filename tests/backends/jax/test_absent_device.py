@@ -16,6 +16,7 @@ from keras_remat.backends.jax import absent_device, hlo, lowering, private
 from keras_remat.backends.jax.measure import memory, memory_of
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
+from keras_remat.backends.jax.writer import GpuWriter
 from keras_remat.backends.versions import check_card_compiler
 from keras_remat.backends.xla.module_costs import costs
 from keras_remat.backends.xla.protect import Writing
@@ -168,6 +169,41 @@ def test_no_copy_of_an_image_is_kept(compiler, build, policy):
     store_all = Schedule.store_all(traced.graph)
     most = simulate(problem, store_all).peak_bytes - problem.profile.resident_bytes
     assert memory(lowering.lower(traced, store_all)).added_bytes < 1.05 * most
+
+
+@pytest.mark.card
+def test_copies_of_queries_keys_and_values_are_not_kept(compiler, monkeypatch):
+    """cuBLAS reads transposed ones, on cards where XLA writes no products itself."""
+    model, batch = built(transformer, "float32")
+    traced = trace(model, batch, target=card("T4"))
+    problem = Problem(traced.graph, estimated_profile(traced))
+    resident = problem.profile.resident_bytes
+    most = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes - resident
+    half = problem.with_budget(resident + most // 2)
+    order = solve(half, solver="greedy", time_limit_s=10.0).schedule
+    waiting = Step(traced, order, Writing.LOOSE)
+    monkeypatch.setattr(GpuWriter, "copied", lambda self, at: ())
+    early = Step(traced, order, Writing.LOOSE)
+    assert waiting.added_bytes < early.added_bytes
+
+
+def swish():
+    """Convolutions with batch normalization and swish, as of EfficientNet."""
+    inputs = x = layers.Input((32, 32, 16))
+    for _ in range(4):
+        x = layers.Conv2D(32, 3, padding="same", use_bias=False)(x)
+        x = layers.Activation("silu")(layers.BatchNormalization()(x))
+    return inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)), 64
+
+
+@pytest.mark.card
+def test_sigmoids_of_swish_are_not_kept(compiler):
+    model, batch = built(swish, "float32")
+    traced = trace(model, batch, target=card("H100"))
+    problem = Problem(traced.graph, estimated_profile(traced))
+    store_all = Schedule.store_all(traced.graph)
+    most = simulate(problem, store_all).peak_bytes - problem.profile.resident_bytes
+    assert Step(traced, store_all, Writing.LOOSE).added_bytes < 1.05 * most
 
 
 @pytest.mark.card

@@ -113,6 +113,20 @@ def test_a_relu_that_pooling_and_concatenation_read_exists_on_a_cpu_only(steps):
     assert (8, 16, 16, 16) not in on_gpu
 
 
+def test_a_sigmoid_with_several_readers_exists_on_a_cpu_only():
+    """XLA:GPU computes it again in each of them."""
+    inputs = layers.Input((16, 16, 8))
+    x = layers.Activation("silu")(layers.Conv2D(16, 3)(inputs))
+    model = models.compiled(keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x))))
+    batch = models.batch(model, 8)
+    on_cpu, on_gpu = (
+        {op.kind for op in trace(model, batch, target=target).graph.ops}
+        for target in (live("cpu", "a CPU"), card("H100"))
+    )
+    assert "logistic" in on_cpu
+    assert "logistic" not in on_gpu
+
+
 def outputs(traced, op):
     return [traced.graph.values[v] for v in op.outputs]
 
