@@ -119,6 +119,8 @@ class Kinds:
             on a GPU: no reader takes over its buffer.
         cut: those of ``cheap`` that take a part of their input. Where a product comes before the
             part is read, it exists: a barrier holds it, and what it is cut from is let go.
+        joining: those of ``cheap`` that put their inputs one behind the other: they read no more
+            than they write, however many inputs they have.
         pooling_gradients: which of their inputs is the image: what XLA:GPU computes of it alone can
             be larger than the gradient, and start long before it.
     """
@@ -133,6 +135,7 @@ class Kinds:
     transposing: frozenset[str] = frozenset()
     in_tuples: frozenset[str] = frozenset()
     cut: frozenset[str] = frozenset()
+    joining: frozenset[str] = frozenset()
     pooling_gradients: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -179,12 +182,14 @@ class _Chain:
         leaves: numbers of the values they start from.
         moved: those of ``leaves`` whose elements do not come to the same place.
         expensive: whether one of the equations is.
+        joins: whether one of them joins values.
     """
 
     equations: frozenset[int]
     leaves: frozenset[int]
     moved: frozenset[int]
     expensive: bool
+    joins: bool
 
 
 def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None) -> list[Cluster]:
@@ -313,10 +318,12 @@ def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _
         frozenset(leaves),
         frozenset().union(*(chain.moved for chain in behind)) if stays else frozenset(leaves),
         equation.kind in kinds.expensive | kinds.random or any(c.expensive for c in behind),
+        equation.kind in kinds.joining or any(c.joins for c in behind),
     )
 
 
 def _copied(chain: _Chain, out_bytes: int, size: Sequence[int], producer: dict[int, int]) -> bool:
     """Returns whether XLA computes a value with several readers in each of them."""
     large = [leaf for leaf in chain.leaves if leaf in producer and size[leaf] * 8 >= out_bytes]
-    return not chain.expensive and len(large) <= 1 and len(chain.equations) <= MAX_COPIED_CHAIN
+    few = len(large) <= 1 or (chain.joins and sum(size[leaf] for leaf in large) <= out_bytes)
+    return not chain.expensive and few and len(chain.equations) <= MAX_COPIED_CHAIN

@@ -44,6 +44,24 @@ def test_a_cheap_value_of_two_large_values_exists_where_two_read_it():
     assert (a,) in parts(program.returns(b, c))
 
 
+def test_what_is_joined_is_copied_into_readers_that_take_it():
+    """Together its inputs are no larger than it is; what is added to one of its size is."""
+    program = FlatProgram(LARGE)
+    a, b = program.add("dot", 0, nbytes=LARGE // 2), program.add("call", 0, nbytes=LARGE // 2)
+    joined = program.add("join", a, b)
+    c, d = program.add("exp", joined), program.add("sum", joined, nbytes=4)
+    total = program.add("add", joined, c)
+    program.returns(c, d, program.add("exp", total), program.add("sum", total, nbytes=4))
+    on_gpu = replace(KINDS, cheap=KINDS.cheap | {"join"}, joining=frozenset({"join"}))
+    exist = {number for part in clusters(program, on_gpu) for number in part.outputs}
+    assert joined not in exist
+    assert total in exist
+    read = program.add("dot", joined)
+    program.returns(c, d, read)
+    exist = {number for part in clusters(program, on_gpu) for number in part.outputs}
+    assert joined in exist, "a product reads memory"
+
+
 def test_what_the_program_is_given_does_not_count_as_large():
     program = FlatProgram(LARGE, LARGE)
     a = program.add("add", 0, 1)
