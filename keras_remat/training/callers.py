@@ -81,24 +81,30 @@ def innermost_fit() -> FrameType | None:
 def data_of_fit(model: Any) -> tuple[Any, ...]:
     """Returns inputs, targets and weights as the innermost ``fit`` was given them, where it is one
     of ``model``; nothing else may keep them."""
-    frame = innermost_fit()
-    names = {} if frame is None else _variables(frame)
-    given = ("x", "y", "sample_weight") if names.get("self") is model else ()
-    return tuple(names.get(name) for name in given)
+    names = _variables_of_fit(model)
+    return tuple(names.get(name) for name in ("x", "y", "sample_weight")) if names else ()
 
 
 def validation_of_fit(model: Any) -> tuple[Any, Any, Any] | None:
-    """Returns the inputs, targets and weights that the innermost ``fit`` validates with.
+    """Returns the inputs, targets and weights that the innermost ``fit`` validates with; ``None``
+    where that ``fit`` trains another model."""
+    names = _variables_of_fit(model)
+    given = ("val_x", "val_y", "val_sample_weight")
+    return (names.get(given[0]), names.get(given[1]), names.get(given[2])) if names else None
 
-    ``None`` where the user gave the size or number of validation batches, or where that ``fit``
-    trains another model.
-    """
+
+def validation_batches_are_told(model: Any) -> bool:
+    """Returns whether the user gave the size or number of validation batches to the innermost
+    ``fit``, where that trains ``model``."""
+    names = _variables_of_fit(model)
+    return bool(names.get("validation_batch_size") or names.get("validation_steps"))
+
+
+def _variables_of_fit(model: Any) -> dict[str, Any]:
+    """Returns the variables of the innermost ``fit``; none where it trains another model."""
     frame = innermost_fit()
     names = {} if frame is None else _variables(frame)
-    is_told = names.get("validation_batch_size") or names.get("validation_steps")
-    if is_told or names.get("self") is not model:
-        return None
-    return names.get("val_x"), names.get("val_y"), names.get("val_sample_weight")
+    return names if names.get("self") is model else {}
 
 
 def trains_alone(iterator: Any) -> bool:

@@ -1,12 +1,10 @@
 """Counts what a ``fit`` takes beside its train steps: validation, and data that it holds whole.
 
 A validation batch goes forward only. The traced train step predicts its memory: its forward ops run
-in their order, and no value is kept for a backward phase. This is a prediction, because Keras's
-test function has no dropout and runs in no fixed order. Where the device counts all memory, the
-peak is measured, too.
-
-Known limit: where the last batch had another size, TensorFlow took more than for the larger of the
-two (35 MiB where 24 were predicted).
+in their order, and no value is kept for a backward phase. Beside them lies what is in use when the
+validation begins (its arrays as a whole, where the device counts them), and two batches: the one
+that runs and the next one. This is a prediction, because Keras's test function has no dropout and
+runs in no fixed order. Where the device counts all memory, the peak is measured, too.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from keras_remat.core.graph import FORWARD
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.training import tell
-from keras_remat.training.callers import validation_of_fit
+from keras_remat.training.callers import validation_batches_are_told, validation_of_fit
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import TracedShape
 
@@ -66,11 +64,15 @@ class ValidationNeed:
         resident_bytes: bytes that stay in memory, beside the activations.
         sample_bytes: bytes of one sample's activations; a float, because it is a share.
         size: samples of a validation batch.
+        data_bytes: of one sample's inputs, targets and weight, a float; 0 where that is not known.
+        samples: of the validation; ``None`` where that is not known.
     """
 
     resident_bytes: int
     sample_bytes: float
     size: int
+    data_bytes: float = 0.0
+    samples: int | None = None
 
     @classmethod
     def of(cls, problem: Problem, batch_size: int, size: int, factor: float) -> ValidationNeed:
@@ -88,12 +90,15 @@ class ValidationNeed:
     @property
     def needed_bytes(self) -> int:
         """Returns what is predicted to be in use."""
-        return self.resident_bytes + int(self.size * self.sample_bytes)
+        following = self.size if self.samples is None else max(0, self.samples - self.size)
+        batches = self.size + min(self.size, following)
+        activations = self.size * self.sample_bytes
+        return self.resident_bytes + int(activations + batches * self.data_bytes)
 
     def fitting_size(self, limit: Limit) -> int:
         """Returns the most samples that keep to a limit; 0 where not one does."""
         room = max(0, limit.usable_bytes - self.resident_bytes)
-        return int(room / max(1.0, self.sample_bytes))
+        return int(room / max(1.0, self.sample_bytes + 2 * self.data_bytes))
 
 
 def even_size(samples: int, most: int) -> int:
@@ -132,18 +137,22 @@ class Validation:
         if size is None or not isinstance(shape, TracedShape):
             return None
         costs, whole = shape.costs, shape.costs.traced.whole
+        problem, trained = costs.problem, -(-shape.batch_size // costs.micro_batches)
         if whole is not None:
-            return ValidationNeed.of(
-                whole.problem(costs.problem), shape.batch_size, size, self._factor
-            )
-        samples = -(-shape.batch_size // costs.micro_batches)
-        return ValidationNeed.of(costs.problem, samples, size, self._factor)
+            problem, trained = whole.problem(problem), shape.batch_size
+        need, samples = ValidationNeed.of(problem, trained, size, self._factor), None
+        data, data_bytes = validation_of_fit(self._model), 0.0
+        if data is not None and (samples := validation_samples(self._model)):
+            data_bytes = _array_bytes(data) / samples
+        resident = max(need.resident_bytes, self._device.in_use_bytes())
+        return replace(need, resident_bytes=resident, data_bytes=data_bytes, samples=samples)
 
     def _made_smaller(self, need: ValidationNeed) -> ValidationNeed:
         limit, data = self._fit.limit, validation_of_fit(self._model)
         most, samples = need.fitting_size(limit), validation_samples(self._model)
         may_cut = most > 0 and samples is not None and validates_sample_wise(self._model)
-        if data is None or samples is None or not may_cut:
+        is_told = validation_batches_are_told(self._model)
+        if data is None or samples is None or is_told or not may_cut:
             if not self._has_warned:
                 news = tell.large_validation(need.size, need.needed_bytes, limit, most)
                 self._fit.warn(*news)
@@ -167,6 +176,10 @@ class Validation:
             self._factor *= (measured - need.resident_bytes) / added
 
 
+def _array_bytes(data: Any) -> int:
+    return sum(getattr(array, "nbytes", 0) for array in keras.tree.flatten(data))
+
+
 def whole_data_news(data: Any, on_host: bool, limit: Limit) -> tell.News | None:
     """Returns the news that ``fit`` holds large data whole; ``None`` where it does not.
 
@@ -175,6 +188,6 @@ def whole_data_news(data: Any, on_host: bool, limit: Limit) -> tell.News | None:
         on_host: whether the limit counts the host's memory.
         limit: of the ``fit``.
     """
-    nbytes = sum(getattr(array, "nbytes", 0) for array in keras.tree.flatten(data))
+    nbytes = _array_bytes(data)
     large = on_host and nbytes >= _LARGE_DATA_SHARE * limit.total_bytes
     return tell.whole_data(nbytes, limit) if large else None

@@ -3,6 +3,7 @@
 import gc
 import re
 import warnings
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -35,6 +36,17 @@ def test_what_validation_needs_and_which_batch_keeps_a_limit(size, holds, factor
     need = ValidationNeed.of(chain_problem(8), 8, size, factor)
     assert limit.holds(need.needed_bytes) == holds
     assert need.fitting_size(limit) == 16
+
+
+@pytest.mark.parametrize(
+    ("samples", "batches"), [(16, 16), (17, 17), (31, 31), (32, 32), (90, 32), (None, 32)]
+)
+def test_beside_a_validation_batch_lies_the_next_one(samples, batches):
+    need = ValidationNeed(RESIDENT_BYTES, 100.0, 16, 10.0, samples)
+    assert need.needed_bytes == RESIDENT_BYTES + 16 * 100 + 10 * batches
+    size = need.fitting_size(Limit(need.needed_bytes))
+    assert 14 <= size <= 16
+    assert replace(need, size=size).needed_bytes <= need.needed_bytes
 
 
 def test_where_no_batch_keeps_the_limit_it_is_to_be_raised():
@@ -103,8 +115,9 @@ def test_validation_that_needs_too_much_is_told_before_it_runs_and_measured(tmp_
     assert read.phase_peak_bytes == report.phase_peak_bytes
 
 
-def in_slices(limit=None):
-    """Trains and validates 512 and 500 samples at once, twice."""
+def in_slices(samples, every, limit=None):
+    """Trains 512 samples at once, twice, and validates so many at once, in every so manieth
+    epoch."""
     keras.utils.set_random_seed(0)
     inner = [keras.layers.Reshape((64, 1)), keras.layers.Dense(128), keras.layers.ReLU()]
     ends = [keras.layers.Dense(1), keras.layers.Flatten()]
@@ -118,20 +131,26 @@ def in_slices(limit=None):
         warnings.simplefilter("ignore")
         history = model.fit(
             x, y, batch_size=512, epochs=2, verbose=0, shuffle=False,
-            callbacks=[tuner] if limit else [], validation_data=(x[:500] + 1, y[:500]),
+            callbacks=[tuner] if limit else [], validation_freq=every,
+            validation_data=(x[:samples] + 1, y[:samples]),
         ).history  # fmt: skip
     return history, tuner.report
 
 
-def test_a_step_in_slices_keeps_a_limit_and_so_does_validation():
-    """Keras validates in batches as large as those that train; nothing cuts those."""
-    plain, _ = in_slices()
+@pytest.mark.parametrize(("samples", "every", "sizes"), [(500, 1, {100, 125, 250}), (499, 2, ())])
+def test_a_step_in_slices_keeps_a_limit_and_so_does_validation(samples, every, sizes):
+    """Keras validates in batches as large as those that train; nothing cuts those. 499 is a prime:
+    a smaller batch is left at the end."""
+    plain, _ = in_slices(samples, every)
     gc.collect()
     limit = load_backend().device.in_use_bytes() + 20 * MIB
-    history, report = in_slices(limit)
+    history, report = in_slices(samples, every, limit)
     (told,) = [e.message for e in report.events if e.kind == EventKind.VALIDATION]
-    assert told.startswith("Validation of 500 samples at once would need about ")
-    assert re.search(r"it runs in batches of (100|125|250), with the same numbers\.$", told)
+    assert told.startswith(f"Validation of {samples} samples at once would need about ")
+    (size,) = re.findall(r"it runs in batches of (\d+), with the same numbers\.$", told)
+    assert int(size) < samples
+    assert not sizes or int(size) in sizes
+    assert len(history["val_loss"]) == 2 // every
     for name, values in plain.items():
         assert history[name] == pytest.approx(values, rel=1e-5)
     assert not report.predicted_phases
