@@ -22,6 +22,8 @@ import keras_remat
 from keras_remat.backends.jax import device
 
 BATCH = 64
+#: Fewer compile quicker; with a model's parts on devices, activations are less of what it needs.
+BLOCKS = 2 if sys.argv[1] == "data" else 4
 steps = CompiledSteps()
 
 
@@ -39,8 +41,8 @@ def distribution(kind):
 def trained(remat):
     steps.newest = None
     keras.utils.set_random_seed(0)
-    model = models.mixer(blocks=4)
-    data = models.batch(model, 3 * BATCH)
+    model = models.mixer(blocks=BLOCKS)
+    data = models.batch(model, 2 * BATCH)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         history = model.fit(
@@ -99,7 +101,7 @@ if sys.argv[2] == "joined":
 plain = trained(keras_remat.RematAutotune(None, "keep", verbose=0))
 resident = device.Device().in_use_bytes()
 limit = int(resident + 0.65 * (plain["peak"] - resident))
-remat = keras_remat.RematAutotune(limit, "keep", margin=0.0, verbose=0)
+remat = keras_remat.RematAutotune(limit, "keep", solver="greedy", margin=0.0, verbose=0)
 came = {"plain": plain, "remat": trained(remat), "limit": limit}
 came["in_use"] = [device.Device().in_use_bytes()]
 read = [np.array(array) for array in jax.live_arrays()]

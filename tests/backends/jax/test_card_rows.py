@@ -41,7 +41,7 @@ def compiled(monkeypatch):
 
 
 def asked(model, size):
-    return AskedStep(model, size, JaxBackend, margin=0.0, time_limit_s=4.0, seed=0)
+    return AskedStep(model, size, JaxBackend, margin=0.0, time_limit_s=1.0, seed=0)
 
 
 def sized(name, nbytes):
@@ -101,7 +101,7 @@ def test_a_card_that_no_whole_op_fits_takes_slices(compiled):
     assert row.smallest_bytes <= limit < floor
     assert row.max_batch_plain < row.max_batch_planned
     found = keras_remat.find_max_batch_size(
-        model, 64, limit, card=target, max_overhead=None, margin=0.0, time_limit_s=4.0
+        model, 64, limit, card=target, max_overhead=None, margin=0.0, time_limit_s=1.0
     )
     assert found.plan.slicing is not None
     assert found.plain_batch_size < 64 <= found.max_batch_size
