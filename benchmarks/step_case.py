@@ -89,7 +89,8 @@ class Probe(StepWatch):
 
 
 class State:
-    """The variables of a model and its optimizer, to take and to put back."""
+    """The variables of a model and its optimizer, to take and to put back; on PyTorch with the
+    state of its own random numbers, of which a ``Dropout`` without a seed draws."""
 
     def __init__(self, model: keras.Model):
         variables = [
@@ -100,11 +101,20 @@ class State:
         self._variables = list({id(v): v for v in variables}.values())
 
     def take(self) -> list[np.ndarray]:
-        return [np.array(keras.ops.convert_to_numpy(v)) for v in self._variables]
+        values = [np.array(keras.ops.convert_to_numpy(v)) for v in self._variables]
+        if keras.backend.backend() == "torch":
+            import torch
+
+            values.append(torch.get_rng_state().numpy())
+        return values
 
     def put_back(self, values: list[np.ndarray]) -> None:
-        for variable, value in zip(self._variables, values, strict=True):
+        for variable, value in zip(self._variables, values, strict=False):
             variable.assign(value)
+        if keras.backend.backend() == "torch":
+            import torch
+
+            torch.set_rng_state(torch.from_numpy(values[-1]))
 
 
 def same_bits(left: list[np.ndarray], right: list[np.ndarray]) -> bool:
