@@ -90,7 +90,7 @@ class BatchSearch:
         return self.failed_batch_size is not None and self.failed_batch_size <= self.max_batch_size
 
     def times(self, multiple: int) -> BatchSearch:
-        """Returns the search for ``multiple`` devices, each of which gets these sizes."""
+        """Returns the search for ``multiple`` devices that train one of these sizes each."""
         return replace(
             self,
             max_batch_size=self.max_batch_size * multiple,

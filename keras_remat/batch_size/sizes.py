@@ -130,8 +130,8 @@ def faster_size(samples_per_s: Mapping[int, float], largest: int) -> int:
     """Returns the size to measure next for the most samples per second, or, when it is among those
     measured, the answer.
 
-    Sizes are doubled as long as that pays. The smallest one of those that are equally fast, by what
-    can be told, is the answer: it changes the training least.
+    Sizes are doubled as long as that pays. Of sizes that measure equally fast, the smallest is the
+    answer: it changes the training least.
 
     Args:
         samples_per_s: size → what it measured; at least one.

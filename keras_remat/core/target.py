@@ -21,10 +21,10 @@ class Rates:
         seconds_per_flop: of a 32-bit matrix product, multiplications and additions counted apart.
         seconds_per_byte: read or written.
         seconds_per_kernel: a launch.
-        half_flop: a flop of a 16-bit float's product, in those of a 32-bit one.
+        half_flop: a flop of a 16-bit float's product, in flops of a 32-bit one.
         expensive_flops: an exponential or the like, in flops of a product.
         random_flops: a random number, in flops of a product.
-        grouped_factor: a flop of a grouped convolution, in those of a dense one.
+        grouped_factor: a flop of a grouped convolution, in flops of a dense one.
     """
 
     seconds_per_flop: float

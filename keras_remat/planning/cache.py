@@ -30,7 +30,7 @@ class PlanCache:
         return self.folder / f"{graph.fingerprint[:32]}_{budget_bytes}_{key[:16]}.plan.json"
 
     def read(self, problem: Problem, budget_bytes: int) -> Plan | None:
-        """Returns the measured plan for a problem; ``None`` where there is none.
+        """Returns the measured plan for a problem; ``None`` where the cache has none.
 
         Raises:
             InvalidProblemError: the file is no plan for this graph.

@@ -54,8 +54,8 @@ class Plan:
         budget_bytes: what the device may have in use at the peak.
         solution: the schedule and how it was found.
         store_all: time and peak predicted without recomputation.
-        predicted: time and peak predicted for the schedule, allocator overhead included; the peak
-            that compiling told, where it did.
+        predicted: time and peak predicted for the schedule, allocator overhead included; where the
+            schedule was compiled, the compiler's peak.
         measured: time and peak of the swapped step on the device; ``None`` until it has run.
         profile_source: ``"measured"`` or ``"estimated"``: where the op times came from.
         device: e.g. ``"CPU:0"``.

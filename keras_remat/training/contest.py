@@ -46,8 +46,8 @@ class Tried:
 
     Args:
         time_s: measured for a step; infinite where no schedule keeps to the limit.
-        least_s: what it is predicted to take without recomputation; as much as measured where there
-            is none.
+        least_s: seconds that it is predicted to take without recomputation; the measured ones where
+            nothing is recomputed.
         over_bytes: what the largest op alone needs above the limit; at most 0 where it fits.
     """
 

@@ -215,7 +215,7 @@ class _Writer:
         return [(keep[t, v], 1.0)] if (t, v) in keep else []
 
     def stage_ops(self, t: int) -> list[int]:
-        """Returns the ops that may run in stage t, ascending; the last has none of its own."""
+        """Returns the ops that may run in stage t, ascending; the last stage adds no new op."""
         run, fetch = self.program.run, self.program.fetch
         return [i for i in range(min(t + 1, self.n)) if i == t or (t, i) in run or (t, i) in fetch]
 

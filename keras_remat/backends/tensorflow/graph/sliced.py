@@ -397,7 +397,7 @@ class _Writer:
             self._divisions[new] = copied(divisor, (), count), copied(division, inputs, new)
 
     def _part(self, tensor: str, part: int) -> str:
-        """Returns one part of a tensor, of which the parts are made or cut."""
+        """Returns one part of a tensor whose parts are made or cut."""
         owner = views_to(self._step, tensor)[-1]
         value_id = self._value_of[owner]
         if (value_id, part) in self._sliced.parts:

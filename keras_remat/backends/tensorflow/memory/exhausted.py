@@ -1,8 +1,8 @@
 """Which of TensorFlow's errors say that the device had no memory left.
 
-A GPU without memory has many faces: a copy to it that fails is an ``InternalError``, a convolution
-none of whose algorithms gets its workspace is a ``NotFoundError``, and CUDA's libraries have
-statuses of their own, which come as ``InternalError`` or ``UnknownError``. The texts are those of
+A GPU without memory raises many errors. A copy to it that fails is an ``InternalError``. A
+convolution is a ``NotFoundError`` where no algorithm gets its workspace. CUDA's libraries have
+statuses of their own, which come as ``InternalError`` or ``UnknownError``. The texts are from
 TensorFlow 2.18 to 2.21.
 """
 
