@@ -13,16 +13,36 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
-from fake_backend import MODEL, batch_of
+from fake_backend import MODEL, batch_of, store_all_peak
 
 import keras_remat
 from keras_remat.backends.installed import Caller, Installed
 from keras_remat.core.events import EventKind
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training import batches, driver, modes, size_costs, sizes, steps
+from keras_remat.training.arguments import FitOptions
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import USUAL_CONSTRAINTS, PriorPlans
 from keras_remat.training.tools import running_tools
+
+#: Samples of a batch.
+SIZE = 100
+PLAIN = store_all_peak(SIZE)
+#: Below the plain step's peak, with room for schedules below itself.
+TIGHT = int(PLAIN * 0.7)
+
+
+def options(limit=TIGHT, **more):
+    """Options of a fit with a quick solver and no margin."""
+    return FitOptions(
+        **{"memory_limit": limit, "solver": "greedy", "margin": 0.0, "profile_steps": 2, **more}
+    )
+
+
+def train(trainer, count, size=SIZE):
+    """Trains steps, whose samples are numbered."""
+    for step in range(count):
+        trainer.run(batch_of(step * size, size))
 
 
 class FakeInstalled(Installed):
