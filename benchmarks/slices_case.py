@@ -8,6 +8,8 @@
   accumulation of the small one.
 * ``"floor"``: how far below the floor of whole ops a step trains: the least of some shares of it
   for which there is a plan in slices.
+* ``"plain"``, ``"within"``, ``"accumulated"``, ``"below"``: one ``fit`` of those two, in a process
+  of its own: what Keras's functions hold of a model lives on, and would count in the next ``fit``.
 * ``"card"``: what a step takes, planned and compiled for an H100 at a share of its plain bytes.
 """
 
@@ -28,7 +30,7 @@ import keras
 import models
 import numpy as np
 from keras import layers
-from rows import MIB, difference
+from rows import MIB, difference, row_of
 from watch import StepWatch, statistics
 
 import keras_remat
@@ -39,6 +41,10 @@ from keras_remat.backends.tensorflow import private
 SMALL_BATCH = 8
 #: Steps that are not timed: a plan is found, recorded and made again in them.
 _UNTIMED = 8
+
+#: What fits under a limit tell.
+_WITHIN = ("batch_size", "peak", "kept", "parts", "ops", "overhead", "samples_per_s")
+_BELOW = ("refused", "peak", "overhead", "parts", "difference", "fit_s")
 
 Data = tuple[np.ndarray, np.ndarray]
 
@@ -215,60 +221,87 @@ class Bench:
 
     def batch(self) -> dict[str, Any]:
         """Returns the row of the largest batch within what the small one takes plainly."""
-        small = self.fit(SMALL_BATCH, 3)
-        limit = max(small.peaks)
+        limit = self._alone("plain", batch_size=SMALL_BATCH, steps=3)["peak"]
         row: dict[str, Any] = {"small_peak": limit}
-        best: keras_remat.RematAutotune | None = None
+        best: dict[str, Any] | None = None
         size = self.options["first"]
         while size <= self.options["most"]:
             found = self._trained(size, limit)
             if found is None:
                 break
-            best, largest, size = found, size, 2 * size
+            best, size = found, 2 * size
         if best is None:
             return row
-        plan = best.plan
-        row |= {
-            "batch_size": largest,
+        largest = best["batch_size"]
+        plain = self._alone("plain", batch_size=largest)
+        accumulated = self._alone("accumulated", batch_size=largest)
+        row |= {key: best[key] for key in _WITHIN}
+        row |= {"plain_peak": plain["peak"], "plain_samples_per_s": plain["samples_per_s"]}
+        row |= {"accumulated_samples_per_s": accumulated["samples_per_s"]}
+        row |= {"difference": self._off(best, plain)}
+        return row | {"accumulated_difference": self._off(accumulated, plain)}
+
+    def _off(self, one: dict[str, Any], other: dict[str, Any]) -> float:
+        """Returns how far the losses of the steps of one fit are off another one's."""
+        return difference(one["losses"][: self.steps], other["losses"][: self.steps])
+
+    def _trained(self, size: int, limit: int) -> dict[str, Any] | None:
+        """Returns what a ``fit`` within a limit tells; ``None`` where none keeps to it."""
+        for count in (None, min(64, size // SMALL_BATCH)):
+            found = self._alone("within", batch_size=size, limit=limit, count=count)
+            if "peak" in found:
+                return found
+            print(f"{size}: {found['refused']}", file=sys.stderr)
+        return None
+
+    def within(self) -> dict[str, Any]:
+        """Returns what training under a limit shows, in slices if a number of them is asked for; or
+        why it is refused."""
+        limit, size = self.options["limit"], self._batch_size
+        remat = self.remat(limit, micro_batches=self.options["count"])
+        try:
+            watch = self.fit(size, max(self.steps, _UNTIMED), remat)
+        except keras_remat.RematError as error:
+            return {"refused": str(error)}
+        plan, peak = remat.plan, max(watch.peaks[-2:])
+        if plan is None or peak > limit:
+            return {"refused": f"measured {peak / MIB:.1f} MiB, over {limit / MIB:.1f}"}
+        if "micro-batches" in {str(event.kind) for event in remat.report.events}:
+            return {"refused": "in micro-batches, whose numbers are not the whole batch's"}
+        return {
+            "peak": peak,
+            "kept": True,
             "parts": plan.slicing.parts if plan.slicing else 1,
             "ops": len(plan.problem.graph.ops) if plan.problem else 0,
             "overhead": plan.overhead,
+            "losses": watch.losses,
+            "samples_per_s": size / median(watch.times_s[-2:]),
         }
-        ours = self.fit(largest, self.steps, best := self.remat(limit, plan=plan))
-        plain = self.fit(largest, self.steps)
-        row |= {"peak": max(ours.peaks[2:]), "plain_peak": max(plain.peaks)}
-        row |= {"kept": best.plan is not None and row["peak"] <= limit}
-        row |= {"difference": difference(ours.losses, plain.losses)}
-        row |= {"samples_per_s": largest / median(ours.times_s[2:])}
-        row |= {"plain_samples_per_s": largest / median(plain.times_s[2:])}
-        return row | self._accumulated(largest, plain.losses)
 
-    def _trained(self, size: int, limit: int) -> keras_remat.RematAutotune | None:
-        """Returns the callback of a short ``fit``; ``None`` where none keeps to the limit."""
-        for count in (None, min(64, size // SMALL_BATCH)):
-            remat = self.remat(limit, micro_batches=count)
-            try:
-                watch = self.fit(size, _UNTIMED, remat)
-            except keras_remat.RematError as error:
-                print(f"{size}: {error}", file=sys.stderr)
-                continue
-            kinds = {str(event.kind) for event in remat.report.events}
-            exact = "micro-batches" not in kinds
-            if remat.plan and exact and max(watch.peaks[-2:]) <= limit:
-                return remat
-        return None
-
-    def _accumulated(self, size: int, losses: list[float]) -> dict[str, Any]:
+    def accumulated(self) -> dict[str, Any]:
         """Returns what gradient accumulation of the small batch gives."""
-        count = size // SMALL_BATCH
+        count = self._batch_size // SMALL_BATCH
         model = self.model()
         of_plain = model.optimizer.get_config() | {"gradient_accumulation_steps": count}
         model.compile(type(model.optimizer).from_config(of_plain), model.loss)
         watch = self.fit(SMALL_BATCH, self.steps, of=count, model=model)
-        own = watch.losses[count - 1 :: count]  # the mean over the epoch so far
         return {
-            "accumulated_difference": difference(own, losses),
-            "accumulated_samples_per_s": SMALL_BATCH / median(watch.times_s[2:]),
+            "losses": watch.losses[count - 1 :: count],  # the mean over the epoch so far
+            "samples_per_s": SMALL_BATCH / median(watch.times_s[2:]),
+        }
+
+    def _alone(self, part: str, **more: Any) -> dict[str, Any]:
+        """Returns what a process of its own measures."""
+        return row_of("slices_case.py", json.dumps(self.options | {"part": part, **more}))
+
+    def plain(self) -> dict[str, Any]:
+        """Returns what plain ``fit`` takes, and its losses."""
+        watch = self.fit(self._batch_size, self.steps)
+        return {
+            "resident": watch.resident_bytes,
+            "peak": max(watch.peaks),
+            "losses": watch.losses,
+            "samples_per_s": self._batch_size / median(watch.times_s[1:]),
         }
 
     # ---------------------------------------------------------------- cards
@@ -297,20 +330,22 @@ class Bench:
 
     def floor(self) -> dict[str, Any]:
         """Returns the row of the least share of the floor that trains."""
-        plain = self.fit(self._batch_size, self.steps)
+        plain = self._alone("plain")
         surplus, count = self._surplus()
-        resident = plain.resident_bytes  # of one fit
+        floor = plain["resident"] + surplus
         row: dict[str, Any] = {
-            "floor": resident + surplus,
-            "resident": resident,
-            "plain_peak": max(plain.peaks),
+            "floor": floor,
+            "resident": plain["resident"],
+            "plain_peak": plain["peak"],
             "ops": count,
         }
         for share in sorted(self.options["shares"], reverse=True):
-            found = self._below(share, round(share * (resident + surplus)), plain.losses)
-            row |= found
-            if "refused" in found:
+            limit, losses = round(share * floor), plain["losses"]
+            found = self._alone("below", share=share, limit=limit, losses=losses)
+            row |= {key: found[key] for key in _BELOW if key in found}
+            if "refused" in row:
                 break
+            row["share"] = share
         return row
 
     def _surplus(self) -> tuple[int, int]:
@@ -324,8 +359,9 @@ class Bench:
     def _batch_size(self) -> int:
         return int(self.options["batch_size"])
 
-    def _below(self, share: float, limit: int, losses: list[float]) -> dict[str, Any]:
+    def below(self) -> dict[str, Any]:
         """Returns what training under a limit shows, or why it is refused."""
+        share, limit, losses = (self.options[name] for name in ("share", "limit", "losses"))
         remat, began_s = self.remat(limit), time.perf_counter()
         try:
             watch = self.fit(self._batch_size, max(self.steps, _UNTIMED), remat)
@@ -336,7 +372,6 @@ class Bench:
             told = f"{max(watch.peaks[-2:]) / MIB:.1f} MiB, over {limit / MIB:.1f}"
             return {"refused": f"{share}: measured {told}"}
         return {
-            "share": share,
             "peak": plan.measured.peak_bytes,
             "overhead": plan.overhead,
             "parts": plan.slicing.parts if plan.slicing else 1,
@@ -348,12 +383,12 @@ class Bench:
 def main(text: str) -> int:
     """Measures what the options ask for and prints it."""
     options = json.loads(text)
-    if options["part"] == "card":  # of which no step runs
+    if options["part"] == "card":  # of which no step runs here
         print(json.dumps(options | Bench(options).card()))
         return 0
     keras_remat.enable_cpu_memory_stats()
     bench = Bench(options)
-    row = bench.batch() if options["part"] == "batch" else bench.floor()
+    row = getattr(bench, options["part"])()
     if not statistics():
         print("the allocator keeps no statistics", file=sys.stderr)
         return 1
