@@ -298,7 +298,6 @@ class Bench:
         """Returns what plain ``fit`` takes, and its losses."""
         watch = self.fit(self._batch_size, self.steps)
         return {
-            "resident": watch.resident_bytes,
             "peak": max(watch.peaks),
             "losses": watch.losses,
             "samples_per_s": self._batch_size / median(watch.times_s[1:]),
@@ -331,13 +330,13 @@ class Bench:
     def floor(self) -> dict[str, Any]:
         """Returns the row of the least share of the floor that trains."""
         plain = self._alone("plain")
-        surplus, count = self._surplus()
-        floor = plain["resident"] + surplus
+        problem = self._problem()
+        floor = problem.floor_bytes
         row: dict[str, Any] = {
             "floor": floor,
-            "resident": plain["resident"],
+            "resident": problem.profile.resident_bytes,
             "plain_peak": plain["peak"],
-            "ops": count,
+            "ops": len(problem.graph.ops),
         }
         for share in sorted(self.options["shares"], reverse=True):
             limit, losses = round(share * floor), plain["losses"]
@@ -348,12 +347,12 @@ class Bench:
             row["share"] = share
         return row
 
-    def _surplus(self) -> tuple[int, int]:
-        """Returns the floor of whole ops less what is resident, and how many ops there are."""
+    def _problem(self) -> keras_remat.Problem:
+        """Returns the step of whole ops; what is resident is the model's and the batch's, by their
+        shapes: between two steps, some of what a step has freed may still be in use."""
         backend, model = load_backend(), self.model()
         traced = backend.trace(model, backend.example_batch(model, self.data(self._batch_size)))
-        problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
-        return problem.floor_bytes - problem.profile.resident_bytes, len(traced.graph.ops)
+        return keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
 
     @property
     def _batch_size(self) -> int:
