@@ -345,8 +345,8 @@ class Run:
             (number,) = operands
 
     def _hold(self, op_id: int, results: dict[int, _Value], *, waits: bool, exists: bool) -> None:
-        """Replaces the sum of two large values that several ops read, or what waits for its reader,
-        by one that exists.
+        """Replaces the sum of two large values that several ops read, what waits for its reader, or
+        what a kernel reads a transposed copy of, which would be made beside it, by one that exists.
 
         Args:
             op_id: an op that has just run.
