@@ -6,8 +6,9 @@
 A seed draws a tiny model, its data, its optimizer, its callbacks and the callback's options
 (``tests/random_fits.py``). Seeds take turns on the backends; those of one backend train in one
 process. A line says of every fit whether it is ``equal`` to the plain one, has the ``same samples``
-in the same order where batches were enlarged, is ``refused`` with a reason, or is ``DIFFERENT``. A
-row is in the JSON file as soon as it is done, and is not trained again; what was different is.
+in the same order where batches were enlarged, is ``refused`` with a reason, or is ``DIFFERENT``.
+``plain fails`` where Keras's own fit ends with an error. A row is in the JSON file as soon as it is
+done, and is not trained again; what was different is.
 ``--check`` exits with 1 where a fit is different.
 """
 
@@ -47,12 +48,14 @@ _LONGEST_MESSAGE = 600
 
 def _outcome(seed: int, path: Path) -> tuple[str, str]:
     """Trains a case; returns what came of it, and why."""
-    from random_fit_checks import check
+    from random_fit_checks import PlainFitFails, check
 
     from keras_remat.core.events import EventKind
 
     try:
         case, report = check(seed, path)
+    except PlainFitFails as error:
+        return "plain fails", str(error)
     except Exception as error:  # whatever the fit of a case raises is what is looked for
         return DIFFERENT, f"{type(error).__name__}: {error}"
     if case.is_refused:

