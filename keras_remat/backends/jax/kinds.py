@@ -65,13 +65,13 @@ GPU_KINDS = replace(
     joining=names("concatenate"),
     pooling_gradients={POOLING_GRADIENT: 1},
 )
-"""On a GPU: pooling and concatenation take what they read into their own loops; what is joined
-is computed again in each reader that can take it (DenseNet121 on an H100, with all that is held
-held: 430 MiB, where 613 were simulated with it, and 432 without); a sigmoid, of which
-swish makes its result and its gradient, is computed again in each reader (EfficientNetB0 held 373
-MiB on an H100 where 459 were simulated with it, and 291 without); cuDNN reads an image as it lies
-and returns a tuple; and the gradient of pooling becomes a search for the largest
-elements of the forward image, which needs no gradient and could start at any time."""
+"""On a GPU: pooling and concatenation take what they read into their own loops. What is joined is
+computed again in each reader that can take it, and so is a sigmoid, of which swish makes its result
+and its gradient (``benchmarks/cards.py`` on an H100: DenseNet121's plan for half took 57 % less
+than predicted before that was known, and 3 % less since; EfficientNetB0's for 0.35 10 and 3 %).
+cuDNN reads an image as it lies and returns a tuple; and the gradient of pooling becomes a search
+for the largest elements of the forward image, which needs no gradient and could start at any
+time."""
 
 TRITON_CAPABILITY = (8, 0)
 """From here on XLA:GPU writes matrix products itself, and cards have units for bfloat16; cuBLAS
