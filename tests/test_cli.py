@@ -326,7 +326,7 @@ def test_a_model_with_open_shapes_is_planned_from_options(
     command = ["open_models:build", "--memory-limit", "1GiB", "--profile", "estimated", "--json"]
     assert main(["plan", *command]) == 2
     assert "give --shape" in capsys.readouterr().err
-    command += ["--batch-size", "8", "--shape", "rows=16,4"]
+    command += ["--batch-size", "8", "--shape", "rows=16384,4"]
     assert main(["plan", *command]) == 0
     assert json.loads(capsys.readouterr().out)["predicted"]["peak_bytes"] > 0
 
