@@ -353,8 +353,9 @@ class FitSession:
         return self._unmeasured[1]
 
     def stop(self) -> None:
-        """Ends what runs beside the steps; see
-        :class:`~keras_remat.backends.installed.StepRunner`."""
+        """Ends what runs beside the steps, and holds no batch and no data of the ``fit`` any
+        longer; see :class:`~keras_remat.backends.installed.StepRunner`."""
+        self._callers.forget()
         driver.note(self._fit, modes.stopped)
 
     def close(self) -> None:

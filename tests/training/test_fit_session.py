@@ -1,6 +1,7 @@
 """What a user can do around ``RematAutotune`` inside ``fit``: no sample is lost, and the limit
 stays."""
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -17,7 +18,7 @@ from keras_remat.backends.tensorflow.graph import kernel_scratch
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.core.events import EventKind
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.errors import InfeasibleBudgetError, UnsupportedModelError
 from keras_remat.reporting.fit_report import LOG_KEYS
 from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.units import MIB
@@ -706,6 +707,25 @@ def test_a_report_that_cannot_be_written_costs_no_training(tmp_path):
             counting_model().fit(*numbered(20), verbose=0, callbacks=[remat])
         assert path.exists() is not told
         assert told == any("the report is not saved" in str(one.message) for one in caught)
+
+
+def test_a_callback_that_was_refused_holds_no_data_of_its_fit():
+    model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(256), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.ones((4096, 256), "float32"), np.ones((4096, 1), "float32")
+
+    def refused():
+        remat = autotune(memory_limit="64KiB", batch_size="keep", margin=0.0)
+        with contextlib.suppress(InfeasibleBudgetError):
+            model.fit(*data, batch_size=1024, verbose=0, callbacks=[remat])
+            pytest.fail("it was not refused")
+        gc.collect()
+        return remat, tensorflow_backend().device.in_use_bytes()
+
+    _, before = refused()
+    kept, after = refused()
+    assert after - before < data[0].nbytes / 2
+    assert kept.plan is None
 
 
 @pytest.mark.slow
