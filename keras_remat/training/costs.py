@@ -41,7 +41,7 @@ class StepCosts:
     def __init__(self, fit: FitState, backend: Backend):
         self._fit, self._backend = fit, backend
         self._unmeasured: tuple[Costs, int] | None = None
-        self._tells_uncounted = False
+        self._has_told_uncounted = False
 
     @decided_once
     def predict(self, problem: Problem, schedule: Schedule) -> Usage:
@@ -99,13 +99,17 @@ class StepCosts:
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 
     def tell_uncounted(self, problem: Problem, schedule: Schedule, measured_bytes: int) -> None:
-        """Tells, once a fit, that a measured peak leaves out much of what the step holds, where the
+        """Tells, once, that a measured peak leaves out much of what the step holds, where the
         device counts no small array and that is much of the limit, too."""
-        smallest, held = self._backend.memory.smallest_bytes, simulate(problem, schedule).peak_bytes
-        least = _LEAST_UNCOUNTED_SHARE * max(held, self._fit.limit.total_bytes)
-        if smallest and held - measured_bytes > least and not self._tells_uncounted:
-            self._tells_uncounted = True
-            self._fit.warn(*tell.small_arrays_are_not_counted(held, measured_bytes, smallest))
+        smallest_bytes = self._backend.memory.smallest_bytes
+        if not smallest_bytes or self._has_told_uncounted:
+            return
+        held_bytes = simulate(problem, schedule).peak_bytes
+        least_bytes = _LEAST_UNCOUNTED_SHARE * max(held_bytes, self._fit.limit.total_bytes)
+        if held_bytes - measured_bytes > least_bytes:
+            self._has_told_uncounted = True
+            news = tell.small_arrays_are_not_counted(held_bytes, measured_bytes, smallest_bytes)
+            self._fit.warn(*news)
 
     def _tell_changed_layers(self) -> None:
         changed = self._fit.installed.changed_layers()

@@ -353,10 +353,11 @@ class FitSession:
         return self._unmeasured[1]
 
     def stop(self) -> None:
-        """Ends what runs beside the steps, and holds no batch and no data of the ``fit`` any
-        longer; see :class:`~keras_remat.backends.installed.StepRunner`."""
+        """Ends what runs beside the steps, and holds neither the ``fit``, which has ended, nor its
+        data any longer; see :class:`~keras_remat.backends.installed.StepRunner`."""
         self._callers.forget()
         driver.note(self._fit, modes.stopped)
+        driver.note(self._fit, batches.none_held)
 
     def close(self) -> None:
         """Gives the train function back; a second time, it does nothing."""

@@ -51,13 +51,13 @@ def no_statistics(device: str) -> News:
     )
 
 
-def small_arrays_are_not_counted(held_bytes: int, measured_bytes: int, smallest: int) -> News:
+def small_arrays_are_not_counted(held_bytes: int, measured_bytes: int, smallest_bytes: int) -> News:
     """Tells that the device's statistics leave out small arrays, which are much of a step."""
     return News(
         EventKind.REMARK,
         f"The step holds {format_bytes(held_bytes)} by prediction, and measures "
         f"{format_bytes(measured_bytes)}: oneDNN's allocator counts no array below "
-        f"{format_bytes(smallest)}. Neither the peaks told here nor the limit count those. "
+        f"{format_bytes(smallest_bytes)}. Neither the peaks told here nor the limit count those. "
         "With TF_ENABLE_ONEDNN_OPTS=0 in the environment, and "
         "keras_remat.enable_cpu_memory_stats() before the model is built, all are counted.",
     )

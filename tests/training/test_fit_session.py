@@ -724,7 +724,7 @@ def test_a_callback_that_was_refused_holds_no_data_of_its_fit():
 
     _, before = refused()
     kept, after = refused()
-    assert after - before < data[0].nbytes / 2
+    assert after - before < data[0].nbytes / 8  # a batch is a quarter
     assert kept.plan is None
 
 

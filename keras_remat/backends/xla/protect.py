@@ -355,31 +355,25 @@ class Run:
             exists: whether the sum is known to exist.
         """
         op, sizes = self._graph.ops[op_id], self._program.sizes
-        if waits:
-            number = self._numbers[op.outputs[0]]
-            held = results[number]
-            results[number] = replace(held, written=self._writer.hold(held.written))
-            return
         if not op.outputs:
             return
         number = self._numbers[op.outputs[0]]
-        if number in self._copied and sizes[number] >= HELD_BYTES:
+        is_large = sizes[number] >= HELD_BYTES
+        is_copied = is_large and number in self._copied
+        may_be_sum = is_large and not exists and self._writing is not Writing.LOOSE
+        if waits or is_copied or (may_be_sum and self._is_read_sum(op_id, number)):
             held = results[number]
             results[number] = replace(held, written=self._writer.hold(held.written))
-            return
-        if self._writing is Writing.LOOSE or exists:
-            return
+
+    def _is_read_sum(self, op_id: int, number: int) -> bool:
+        """Returns whether an op computes its value by element from two that are large beside it,
+        and several ops read it."""
+        op, equations, sizes = self._graph.ops[op_id], self._program.equations, self._program.sizes
         if len(self._graph.readers[op.outputs[0]]) < 2:
-            return
-        kinds = {
-            self._program.equations[at].kind
-            for at in self._handles[op_id]
-            if number in self._program.equations[at].outputs
-        }
+            return False
+        makers = [equations[at] for at in self._handles[op_id] if number in equations[at].outputs]
         large = [v for v in op.inputs if sizes[self._numbers[v]] * 8 >= sizes[number]]
-        if sizes[number] >= HELD_BYTES and len(large) > 1 and kinds <= self._kinds.elementwise:
-            held = results[number]
-            results[number] = replace(held, written=self._writer.hold(held.written))
+        return len(large) > 1 and all(e.kind in self._kinds.elementwise for e in makers)
 
     def _chain(self, op_id: int, again: bool) -> dict[int, _Value]:
         """Runs the equations of one op, protected where they run for the second time."""
