@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Protocol
@@ -175,6 +175,8 @@ class BatchScaling:
         measured: profiles of the same ops measured at other sizes. Where two sizes are known, an
             op's costs are fitted to them (:mod:`keras_remat.batch_size.cost_fit`), else they are in
             proportion to the bytes it reads and writes.
+        fixed_bytes: of each op, the bytes of workspace that are the same at every size, as far as
+            shapes tell; empty where nobody says.
 
     Attributes:
         fit: the fitted costs with their residuals; ``None`` where one size alone was measured.
@@ -194,8 +196,10 @@ class BatchScaling:
         other: Graph,
         other_size: int,
         measured: Mapping[int, Profile] | None = None,
+        fixed_bytes: Sequence[int] = (),
     ):
         self._graphs, self._problem = GraphScaling(problem.graph, (size,)), problem
+        self._fixed_bytes = tuple(fixed_bytes)
         self._graphs.learn(other, (other_size,))
         if self._graphs.at((other_size,)) is None:
             raise UnsupportedModelError(
@@ -236,13 +240,30 @@ class BatchScaling:
         """Returns the problem at batch size ``size``: exact bytes, times and workspace fitted or in
         proportion."""
         problem = transfer_costs(self._problem, self._graph(size))
-        if self.fit is None:
-            return problem
-        times, workspaces = self.fit.op_time_s(size), self.fit.op_workspace_bytes(size)
-        return replace(
-            problem,
-            profile=replace(problem.profile, op_time_s=times, op_workspace_bytes=workspaces),
-        )
+        profile = problem.profile
+        if self.fit is not None:
+            times, workspaces = self.fit.op_time_s(size), self.fit.op_workspace_bytes(size)
+            profile = replace(profile, op_time_s=times, op_workspace_bytes=workspaces)
+        elif any(self.fixed_workspace_bytes):
+            known = self._problem.profile.op_workspace_bytes
+            workspaces = tuple(
+                fixed + round((held - fixed) * scaled / held) if fixed else scaled
+                for fixed, held, scaled in zip(
+                    self.fixed_workspace_bytes, known, profile.op_workspace_bytes, strict=True
+                )
+            )
+            profile = replace(profile, op_workspace_bytes=workspaces)
+        return replace(problem, profile=profile)
+
+    @property
+    def fixed_workspace_bytes(self) -> tuple[int, ...]:
+        """Returns of each op the bytes of workspace that are the same at every size: as two sizes
+        show them, or else as shapes tell."""
+        if self.fit is not None:
+            return self.fit.op_workspace_bytes(0)
+        known = self._problem.profile.op_workspace_bytes
+        told = self._fixed_bytes or (0,) * len(known)
+        return tuple(min(pair) for pair in zip(told, known, strict=True))
 
 
 def _element_bytes(value: Value) -> int | None:
@@ -274,6 +295,7 @@ def batch_scaling(
     problem: Problem,
     batch: Any,
     measured: Mapping[int, Profile] | None = None,
+    traced: TracedStep | None = None,
 ) -> BatchScaling:
     """Traces the step at another size and returns the problem at any size.
 
@@ -281,18 +303,40 @@ def batch_scaling(
         problem: at the size of ``batch``.
         measured: see :class:`BatchScaling`; left out where other ops than the traced ones have to
             stand for the step.
+        traced: the whole step at the size of ``batch``; by it and the other trace, shapes tell
+            which workspace is the same at every size.
 
     Raises:
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
     size = batch_size_of(batch)
-    double = graph_at(backend, model, batch, 2 * size)
+    step = traced_at(backend, model, batch, 2 * size)
+    double = step.graph
     if not problem.graph.has_ops_of(double):
         # larger batches are what a search asks for, and they look like the larger trace
         quadruple = graph_at(backend, model, batch, 4 * size)
         if double.has_ops_of(quadruple):
             return BatchScaling(transfer_costs(problem, double), 2 * size, quadruple, 4 * size)
-    return BatchScaling(problem, size, double, 2 * size, measured)  # raises where the ops differ
+    fixed: Sequence[int] = ()
+    if traced is not None and problem.graph.has_ops_of(traced.graph):
+        fixed = fixed_bytes(backend, {size: traced, 2 * size: step})
+    # raises where the ops differ
+    return BatchScaling(problem, size, double, 2 * size, measured, fixed)
+
+
+def fixed_bytes(backend: Backend, steps: Mapping[int, TracedStep]) -> list[int]:
+    """Returns the bytes of workspace of each op that are expected at every size, by what is
+    expected at two; nothing where the ops differ.
+
+    Args:
+        steps: batch size → the step as it is traced there; two of them.
+    """
+    (size, step), (other, its) = steps.items()
+    if not step.graph.has_ops_of(its.graph):
+        return []
+    asked = [backend.estimated_profile(of, 0).op_workspace_bytes for of in (step, its)]
+    pairs = zip(*asked, strict=True)
+    return [max(0, (a * other - b * size) // (other - size)) for a, b in pairs]
 
 
 def graph_at(backend: Backend, model: Any, batch: Any, size: int) -> Graph:

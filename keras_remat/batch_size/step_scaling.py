@@ -17,11 +17,17 @@ from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.batches import batch_size_of, repeated_batch
 from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.batch_size.found import BatchSearch
-from keras_remat.batch_size.scaling import BatchScaling, Scaling, batch_scaling, traced_at
+from keras_remat.batch_size.scaling import (
+    BatchScaling,
+    Scaling,
+    batch_scaling,
+    fixed_bytes,
+    traced_at,
+)
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
+from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing, sliced_graph
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
@@ -74,7 +80,14 @@ class SlicedScaling:
         problem = self.whole.at(size)
         rules = {op_id: self._at(rule, size) for op_id, rule in self.rules.items()}
         sliced = sliced_graph(problem.graph, rules, self.slicing, self.granule_bytes)
-        return sliced_costs(problem, sliced)
+        return sliced_costs(problem, sliced, self._expected(problem, sliced))
+
+    def _expected(self, problem: Problem, sliced: SlicedGraph) -> list[int]:
+        """Returns the workspace of each op of a sliced graph: of a part, what is the same at every
+        size, and its share of the rest."""
+        asked, fixed = problem.profile.op_workspace_bytes, self.whole.fixed_workspace_bytes
+        of_part = [a + -(-(b - a) // self.slicing.parts) for a, b in zip(fixed, asked, strict=True)]
+        return [of_part[o.source] if o.role == "part" else 0 for o in sliced.origins]
 
     def in_more(self) -> SlicedScaling | None:
         """Returns the same in twice as many slices; ``None`` where these do not divide the batch
@@ -221,7 +234,7 @@ def sliced_scaling(
     whole = traced.whole
     if whole is None or whole.step.slicer is None:
         return None
-    scaling = batch_scaling(backend, model, whole.problem(problem), batch)
+    scaling = batch_scaling(backend, model, whole.problem(problem), batch, traced=whole.step)
     return scaling_in_slices(scaling, traced, batch_size_of(batch))
 
 
@@ -263,8 +276,9 @@ def _measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchS
         if traced is not None and traced.graph.has_ops_of(step.problem.graph):
             profile = _profile_at(other, traced, backend, model, step)
             measured = {} if profile is None else {other: profile}
-            return BatchScaling(step.problem, size, traced.graph, other, measured)
-    return batch_scaling(backend, model, step.problem, step.batch)
+            fixed = fixed_bytes(backend, {size: step.traced, other: traced})
+            return BatchScaling(step.problem, size, traced.graph, other, measured, fixed)
+    return batch_scaling(backend, model, step.problem, step.batch, traced=step.traced)
 
 
 def _traced_or_none(backend: Backend, model: Any, batch: Any, size: int) -> TracedStep | None:

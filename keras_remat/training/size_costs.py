@@ -78,13 +78,13 @@ def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> AnyScaling:
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
     backend, (problem, measured) = running_tools(fit).backend, reference_costs(fit, record)
-    shape = record.running.reference_shape
+    shape, traced = record.running.reference_shape, None
     if isinstance(shape, TracedShape):
         traced = shape.costs.traced
         sliced = sliced_scaling(backend, fit.model, traced, problem, batch)
         if sliced is not None:
             return sliced
-    return batch_scaling(backend, fit.model, problem, batch, measured)
+    return batch_scaling(backend, fit.model, problem, batch, measured, traced)
 
 
 def scalings_in_slices(

@@ -135,6 +135,23 @@ def test_one_measured_size_or_an_estimate_stays_in_proportion(source):
     assert scaling.at(16).profile.op_time_s == pytest.approx([2.0] * 16)
 
 
+@pytest.mark.parametrize("size", [1, 4, 8, 80])
+def test_workspace_that_is_the_same_at_every_size_stays(size):
+    """Of 100 bytes 60 follow the batch, and of 50 none do."""
+    graph, other = affine(8), affine(16)
+    problem = Problem(graph, Profile((1.0, 1.0), (100, 50), 0))
+    scaling = BatchScaling(problem, 8, other, 16, fixed_bytes=(40, 70))
+    assert scaling.fixed_workspace_bytes == (40, 50)
+    first, second = scaling.at(size).profile.op_workspace_bytes
+    assert second == 50
+    following = Problem(graph, Profile((1.0, 1.0), (60, 0), 0))
+    alone, _ = BatchScaling(following, 8, other, 16).at(size).profile.op_workspace_bytes
+    assert first == pytest.approx(40 + alone, abs=1)
+    half = Profile((0.5, 0.5), (70, 50), 0)
+    fitted = BatchScaling(problem, 8, other, 16, {4: half})
+    assert fitted.fixed_workspace_bytes == (40, 50)
+
+
 def test_sizes_with_the_same_ops_are_looked_for_above():
     """The given batch has other ops than larger ones; its costs are carried over to theirs."""
     backend = FakeBackend(folds=lambda size: size < 8)

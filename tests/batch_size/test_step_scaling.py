@@ -8,7 +8,7 @@ import pytest
 from tight_limit import with_margin
 
 import keras_remat
-from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow import backend, private
 from keras_remat.batch_size.scaling import batch_scaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.step_scaling import (
@@ -16,12 +16,14 @@ from keras_remat.batch_size.step_scaling import (
     in_slices,
     scalings_below,
     searched_further,
+    sliced_scaling,
 )
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.slices import Slicing
 from keras_remat.errors import InvalidProblemError, UnsupportedModelError
 from keras_remat.planning.slicing import in_micro_batches
+from keras_remat.units import MIB
 
 BACKEND = backend()
 
@@ -63,6 +65,33 @@ def test_slices_at_another_size_are_those_of_a_trace_of_that_size():
     with pytest.raises(UnsupportedModelError, match="does not run in slices"):
         in_slices(step, Slicing((len(step.graph.ops) + 1,), 4))
     assert in_slices(step, None) is step
+
+
+@pytest.mark.parametrize("wanted", [8, 16, 64])
+def test_a_kernel_s_scratch_is_of_as_many_images_at_every_size_and_in_slices(wanted, monkeypatch):
+    monkeypatch.setattr(private, "onednn_is_on", lambda: False)
+    inputs = x = keras.Input((32, 32, 4))
+    for filters in (8, 4):
+        x = keras.layers.MaxPooling2D()(keras.layers.Conv2D(filters, 3)(x))
+    model = keras.Model(inputs, x)
+    model.compile("sgd", "mse", jit_compile=False)
+
+    def of(size):
+        data = np.zeros((size, 32, 32, 4), "float32"), np.zeros((size, *x.shape[1:]), "float32")
+        batch = BACKEND.example_batch(model, data)
+        return batch, BACKEND.trace(model, batch)
+
+    batch, step = of(8)
+    sliced, costs = in_micro_batches(step, costs_of(step), 8, 4, BACKEND.estimated_profile)
+    scaling = sliced_scaling(BACKEND, model, sliced, costs, batch)
+    traced = of(wanted)[1]
+    asked = scaling.whole.at(wanted).profile.op_workspace_bytes
+    expected = BACKEND.estimated_profile(traced).op_workspace_bytes
+    assert asked == pytest.approx(expected, rel=0.05)
+    told = in_slices(traced, sliced.slicing)
+    expected = BACKEND.estimated_profile(told).op_workspace_bytes
+    assert scaling.at(wanted).profile.op_workspace_bytes == pytest.approx(expected, rel=0.05)
+    assert max(expected) > 10 * MIB
 
 
 def test_a_size_that_whole_ops_do_not_reach_is_searched_in_slices():
