@@ -1,14 +1,16 @@
 """The scratch of TensorFlow's own kernels on a CPU, by shapes: of what runs without oneDNN.
 
-The gradients of 2-D convolutions gather patches of several images and multiply with the matrix of
-them. How many images is a constant of the kernel over an image's bytes: neither the batch's size
-nor slices of the batch change it. On a batch of 4 the matrix may be one for 64 images.
+The gradients of 2-D and 3-D convolutions gather patches of several images and multiply with the
+matrix of them. How many images is a constant of the kernel, or the size of a cache, over an image's
+bytes: neither the batch's size nor slices of the batch change it. On a batch of 4 the matrix may be
+one for 64 images.
 
 In the body of a loop TensorFlow would run several such gradients at once, each with a matrix, in
 another order in every step. So they are put in order there (:func:`order_bodies`). A kernel of that
 size uses all cores by itself.
 
-Reference: ``conv_grad_filter_ops.cc`` and ``conv_grad_input_ops.h`` of TensorFlow.
+Reference: ``conv_grad_filter_ops.cc``, ``conv_grad_input_ops.h`` and ``conv_grad_ops_3d.cc`` of
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tensorflow as tf
 from keras_remat.backends.host import cores
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.eigen_cache import MOST_PATCHES, third_cache_bytes
 from keras_remat.backends.tensorflow.graph.nodes import called_functions
 from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.units import KIB, MIB
@@ -33,8 +36,10 @@ from keras_remat.units import KIB, MIB
 #: one is large. Constants of the kernels.
 _WORKING_SET_BYTES, _LARGE_SHARE_BYTES = 30 * MIB, 256 * KIB
 
-#: Kinds whose kernels gather patches.
-_GATHERING = frozenset({"Conv2DBackpropFilter", "Conv2DBackpropInput"})
+#: Kinds whose kernels gather patches, of images and of volumes.
+_OF_IMAGES = frozenset({"Conv2DBackpropFilter", "Conv2DBackpropInput"})
+_OF_VOLUMES = frozenset({"Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"})
+_GATHERING = _OF_IMAGES | _OF_VOLUMES
 
 _Shape = Sequence[int] | None
 
@@ -54,8 +59,10 @@ def own_scratch_bytes(node: Any, operands: Sequence[_Shape], result: _Shape, ite
         result: the shape of its output.
         itemsize: bytes of a number of its output.
     """
-    if node.op in _GATHERING:
+    if node.op in _OF_IMAGES:
         return _patches_bytes(node, operands, result, itemsize)
+    if node.op in _OF_VOLUMES:
+        return _volume_patches_bytes(node, operands, result, itemsize)
     if node.op == "MaxPoolGrad":  # an int64 for every element of the pooled image: where it is from
         return 8 * prod(operands[1]) if operands[1] else 0
     return 0
@@ -74,6 +81,28 @@ def _patches_bytes(node: Any, operands: Sequence[_Shape], result: _Shape, itemsi
     if not of_filter and (gradient[0] == 1 or image // _threads() >= _LARGE_SHARE_BYTES):
         images = 1
     return itemsize * images * positions * patch
+
+
+def _volume_patches_bytes(
+    node: Any, operands: Sequence[_Shape], result: _Shape, itemsize: int
+) -> int:
+    """Returns the matrix of patches that a 3-D convolution's gradient multiplies with: of so many
+    volumes that a product fills the third cache, and of one where the gradient of the input has no
+    more. Where it would be too large, Eigen's slower kernel asks for little."""
+    of_filter = node.op == "Conv3DBackpropFilterV2"
+    first, second, gradient = operands
+    image, kernel = (first, result) if of_filter else (result, second)
+    if not image or not kernel or not gradient or not prod(gradient):
+        return 0
+    positions, patch, channels = prod(gradient[1:4]), prod(kernel[:4]), kernel[4]
+    volumes = 1
+    if of_filter or gradient[0] > 1:
+        volume = positions * patch + positions * channels + patch * channels
+        volumes = -(-(third_cache_bytes() // max(1, itemsize)) // volume)
+    patches = volumes * positions * patch
+    if patches // (prod(image) + prod(kernel) + prod(gradient)) > MOST_PATCHES:
+        return 0
+    return itemsize * patches
 
 
 def _threads() -> int:

@@ -11,7 +11,6 @@ from keras_remat.backends.tensorflow.graph.kernel_scratch import own_scratch_byt
 from keras_remat.backends.tensorflow.graph.nodes import data_inputs, tensor_key
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory.measure import WORKSPACE_LIMIT_MIB
-from keras_remat.backends.tensorflow.ordered.eigen_cache import MOST_PATCHES, third_cache_bytes
 from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.core.graph import Op
 from keras_remat.units import MIB
@@ -54,33 +53,8 @@ def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
 
 def _own_workspace(traced: TensorFlowStep, op: Op) -> int:
     """Returns what TensorFlow's own kernels ask for on a CPU."""
-    if op.kind in ("Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"):
-        return _volume_patches_bytes(traced, op)
     node, shapes = traced.handles[op.id], traced.tensor_shapes
     operands = [shapes.get(tensor_key(read)) for read in data_inputs(node)]
     result = shapes.get(f"{node.name}:0")
     nbytes = traced.graph.values[op.outputs[0]].nbytes if op.outputs else 0
     return own_scratch_bytes(node, operands, result, nbytes // max(1, prod(result or ())))
-
-
-def _volume_patches_bytes(traced: TensorFlowStep, op: Op) -> int:
-    """Returns the matrix of patches that a 3-D convolution's gradient multiplies with: of so many
-    volumes that a product fills the third cache, and of one where the gradient of the input has no
-    more. Where it would be too large, Eigen's slower kernel asks for little."""
-    node = traced.handles[op.id]
-    of_filter = op.kind == "Conv3DBackpropFilterV2"
-    result = traced.tensor_shapes.get(f"{node.name}:0")
-    first, second, third = (traced.tensor_shapes.get(tensor_key(name)) for name in node.input[:3])
-    image, kernel, gradient = (first, result, third) if of_filter else (result, second, third)
-    if not image or not kernel or not gradient or not prod(gradient):
-        return 0
-    itemsize = traced.graph.values[op.outputs[0]].nbytes // max(1, prod(result or ()))
-    positions, patch, channels = prod(gradient[1:4]), prod(kernel[:4]), kernel[4]
-    volumes = 1
-    if of_filter or gradient[0] > 1:
-        volume = positions * patch + positions * channels + patch * channels
-        volumes = -(-(third_cache_bytes() // max(1, itemsize)) // volume)
-    patches = volumes * positions * patch
-    if patches // (prod(image) + prod(kernel) + prod(gradient)) > MOST_PATCHES:
-        return 0
-    return itemsize * patches

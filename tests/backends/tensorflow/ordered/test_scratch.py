@@ -84,7 +84,7 @@ def test_own_kernels_gather_patches_of_several_images(
 )
 def test_own_kernels_gather_patches_of_volumes(kind, batch, cache, volumes, monkeypatch):
     monkeypatch.setattr(private, "onednn_is_on", lambda: False)
-    monkeypatch.setattr(scratch, "third_cache_bytes", lambda: cache)
+    monkeypatch.setattr(kernel_scratch, "third_cache_bytes", lambda: cache)
     model, data = volume_piece(batch)
     traced = backend().trace(model, backend().example_batch(model, data))
     assert asked(traced, kind, "at_1") == 4 * volumes * 8**3 * (3**3 * 8)
@@ -109,6 +109,16 @@ def films():
     return model, (np.ones((4, 3, 32, 32, 3), "float32"), np.ones((4, 32, 32, 1), "float32"))
 
 
+def volume_films():
+    """The same of small volumes, so many that a gradient gathers patches."""
+    inputs = keras.Input((2, 2, 2, 2, 1))
+    outputs = keras.layers.ConvLSTM3D(16, 1)(inputs)
+    model = keras.Model(inputs, keras.layers.Conv3D(1, 1, use_bias=False)(outputs))
+    model.compile("sgd", "mse", jit_compile=False)
+    images = np.ones((4096, 2, 2, 2, 2, 1), "float32")
+    return model, (images, images[:, 0])
+
+
 @pytest.mark.allocator
 @pytest.mark.parametrize(
     ("piece", "least", "tolerance"),
@@ -117,8 +127,9 @@ def films():
         (lambda: volume_piece(1, 16), MIB, 0.01),
         (lambda: volume_piece(8192, 1, (64,), 1), MIB, 0.01),
         (films, 8 * MIB, 0.05),
+        (volume_films, 20 * MIB, 0.05),
     ],
-    ids=["images", "a volume", "voxels", "films"],
+    ids=["images", "a volume", "voxels", "films", "films of volumes"],
 )
 def test_what_is_expected_is_what_is_recorded(piece, least, tolerance):
     if private.onednn_is_on() or device.on_gpu() or not backend().device.has_statistics:

@@ -36,7 +36,12 @@ _TOLD_BY_SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 def third_cache_bytes() -> int:
     """Returns the bytes of the third cache as Eigen sees it, off by 1 % at most; what Linux says
     where that cannot be seen."""
-    device = TensorFlowDevice()
+    with tf.init_scope():  # a graph may be under construction: a loop's body is looked at in one
+        return _seen_bytes(TensorFlowDevice())
+
+
+def _seen_bytes(device: TensorFlowDevice) -> int:
+    """Returns the bytes of the third cache by what gradients ask for."""
     if not device.has_statistics:
         return _system_bytes()
     most = next(

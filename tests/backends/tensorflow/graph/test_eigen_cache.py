@@ -2,8 +2,8 @@
 
 import pytest
 
-from keras_remat.backends.tensorflow.ordered import eigen_cache
-from keras_remat.backends.tensorflow.ordered.eigen_cache import third_cache_bytes
+from keras_remat.backends.tensorflow.graph import eigen_cache
+from keras_remat.backends.tensorflow.graph.eigen_cache import third_cache_bytes
 from keras_remat.units import KIB, MIB
 
 
