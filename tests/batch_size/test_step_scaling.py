@@ -122,7 +122,8 @@ def test_a_size_that_whole_ops_do_not_reach_is_searched_in_slices():
 
 
 def test_a_batch_below_the_floor_is_where_a_search_in_slices_begins():
-    model, batch = head()
+    # arrays may get more bytes than they ask for in a pool that others have used: they are large
+    model, batch = head(vocabulary=8192)
     traced = BACKEND.trace(model, BACKEND.example_batch(model, batch))
     profile = BACKEND.estimated_profile(traced, BACKEND.device.in_use_bytes())
     floor = Problem(traced.graph, profile).floor_bytes
@@ -131,8 +132,7 @@ def test_a_batch_below_the_floor_is_where_a_search_in_slices_begins():
     found = keras_remat.find_max_batch_size(
         model, batch, limit, time_limit_s=6, compilation="ordered"
     )
-    # whole ops stop at about half of it; in a pool that others have used, arrays may get more bytes
-    # than they ask for
+    # whole ops stop at about half of it
     assert found.max_batch_size >= 1280
     assert found.plan.measured is not None
     assert found.plan.slicing is not None
