@@ -11,8 +11,9 @@ second, Keras's loop included; a kind's is the lower quartile of its fits. Besid
 stands the 95 % interval that a bootstrap of the fits gives: two plain fits of one model differ by
 10 to 50 % on some machines.
 
-So what is added is timed from inside, too, by the median step of one fit: the callback's hooks of a
-batch, and under a plan all of the train function's call but the lowered step and the next batch.
+So what is added is timed from inside, too, by the median step of a fit: the callback's hooks of a
+batch, and under a plan all of the train function's call but the lowered step and the next batch, as
+the lower quartile of fits as well.
 The bounds are for these. Where the whole interval of the fits is over a bound, that is told as
 well.
 

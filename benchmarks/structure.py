@@ -2,10 +2,10 @@
 
     python benchmarks/structure.py [--list] [--frames] [--json FILE]
 
-Every number but the last is read from the source by :mod:`ast` and :mod:`tokenize`; nothing is
+Every number but the last two is read from the source by :mod:`ast` and :mod:`tokenize`; nothing is
 imported. ``--list`` names the files and functions that are too long or too short and give no reason
-in their docstring. ``--frames`` trains a small model under a limit and counts the package's own
-frames on the stack, so it needs Keras on TensorFlow.
+in their docstring. ``--frames`` trains a small model under a plan and counts the package's own
+frames on the stack, and its calls, so it needs Keras on TensorFlow.
 
 A number is a place to look, not a verdict: lines that are saved by longer lines do not count.
 """
@@ -182,8 +182,9 @@ def numbers() -> dict[str, int]:
     }
 
 
-def frames_of_a_step() -> int:
-    """Returns the most frames of this package on the stack in a settled step under a plan."""
+def calls_of_a_step() -> tuple[int, int]:
+    """Returns the most frames of this package on the stack in a settled step under a plan, and how
+    often one of its functions is called in such a step, the callback's hooks included."""
     sys.path.insert(0, str(ROOT))
     import keras
     import numpy as np
@@ -192,34 +193,46 @@ def frames_of_a_step() -> int:
     import keras_remat
 
     keras_remat.enable_cpu_memory_stats()
-    model = keras.Sequential([keras.layers.Dense(256, activation="relu") for _ in range(12)])
+    model = keras.Sequential([keras.layers.Dense(256, activation="relu") for _ in range(4)])
     model.compile("sgd", "mse", jit_compile=False)
-    x = np.zeros((2048, 256), "float32")
-    plan = keras_remat.make_plan(model, (x, x), "1GiB")
+    x = np.zeros((512, 256), "float32")
+    plan = keras_remat.make_plan(model, (x, x), "80%", solver="greedy")
     counter = _FrameCounter()
-    remat = keras_remat.RematAutotune(int(0.8 * plan.store_all.peak_bytes), "keep", verbose=0)
-    data = tf.data.Dataset.from_tensors((x, x)).repeat(24)
+    remat = keras_remat.RematAutotune(None, "keep", plan=plan, verbose=0)
+    data = tf.data.Dataset.from_tensors((x, x)).repeat(40)
     try:
         model.fit(data, verbose=0, callbacks=[remat, counting_callback(counter)])
     finally:
         sys.setprofile(None)
-    return counter.most
+    return counter.most, min(counter.calls)
 
 
 class _FrameCounter:
-    """Counts the package's frames on the stack at every call."""
+    """Counts the package's calls of every batch, and at each its frames on the stack.
+
+    Attributes:
+        most: frames.
+        calls: of every batch; a step that is looked at has more.
+    """
 
     def __init__(self) -> None:
-        self.most = 0
+        self.most, self._calls, self.calls = 0, 0, list[int]()
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         if event != "call" or str(PACKAGE) not in frame.f_code.co_filename:
             return
-        count = 0
+        count, self._calls = 0, self._calls + 1
         while frame is not None:
             count += str(PACKAGE) in frame.f_code.co_filename
             frame = frame.f_back
         self.most = max(self.most, count)
+
+    def batch_begins(self) -> None:
+        """Begins to count, or ends the count of a batch."""
+        if sys.getprofile() is self:
+            self.calls.append(self._calls)
+        self._calls = 0
+        sys.setprofile(self)
 
 
 def counting_callback(counter: _FrameCounter) -> Any:
@@ -227,8 +240,8 @@ def counting_callback(counter: _FrameCounter) -> Any:
     import keras
 
     def begin(batch: int, logs: Any = None) -> None:
-        if batch == 20:
-            sys.setprofile(counter)
+        if batch >= 20:
+            counter.batch_begins()
 
     return keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
 
@@ -242,7 +255,7 @@ def main() -> None:
     options = parser.parse_args()
     found = numbers()
     if options.frames:
-        found["frames of a step"] = frames_of_a_step()
+        found["frames of a step"], found["calls of a step"] = calls_of_a_step()
     for name, number in found.items():
         print(f"{name:36s}{number:8,d}")
     if options.list:

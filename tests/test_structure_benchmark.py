@@ -4,6 +4,7 @@ import ast
 import importlib
 from pathlib import Path
 
+import keras
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,3 +50,11 @@ def test_what_gives_no_reason_is_named(structure, monkeypatch, tmp_path):
         f"long.py: {structure.LONG_FILE + 1} lines",
         "short.py: 2 lines",
     ]
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="it trains on TensorFlow")
+def test_a_settled_step_calls_few_functions_of_the_package(structure):
+    """Each call costs a microsecond or two where the step before left nothing in the caches."""
+    frames, calls = structure.calls_of_a_step()
+    assert 5 < frames <= 20
+    assert 20 < calls <= 60

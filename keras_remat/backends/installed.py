@@ -152,6 +152,12 @@ class Installed(ABC):
         """Returns whether the original is in place, and called without this one."""
         return self._model.train_function is self.original
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Returns whether another train function is in this one's place, or the framework was asked
+        to run functions eagerly."""
+        return self._model.train_function is not self or self._runs_eagerly()
+
     def stand_aside(self) -> None:
         """Puts the original in place until :meth:`take_place` is called."""
         if self._model.train_function is self:

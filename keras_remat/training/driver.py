@@ -15,6 +15,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
@@ -154,15 +155,16 @@ def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
 
 def train_settled(tools: Tools, shape: PlannedShape, batch: Any) -> Any:
     """Runs a final step and returns its logs, at the cost of little more than a call of it."""
-    fit, device = tools.fit, tools.fit.record.device
-    outcome = tools.guard.run_settled(shape.run, batch, device)
-    fit.count(shape.batch_size, outcome.usage, outcome.result)
+    fit, backend, device = tools.fit, tools.backend, tools.fit.record.device
+    logs, usage = backend.measure(partial(shape.run, batch), wait=False)
+    usage = Usage(device.step_s, usage.peak_bytes)  # the time of the last one that was waited for
+    fit.count(shape.batch_size, usage, logs)
     if device.after_plain:  # a record is made anew only where something is new
         fit.record = replace(fit.record, device=replace(device, after_plain=False))
-    if tools.backend.device.has_statistics and not fit.limit.holds(outcome.usage.peak_bytes):
-        fit.record = fit.record.with_shape(tools.mode, replace(shape, steps=(outcome.usage,)))
-        _follow(tools, shape.signature, outcome)
-    return outcome.result
+    if backend.device.has_statistics and not fit.limit.holds(usage.peak_bytes):
+        fit.record = fit.record.with_shape(tools.mode, replace(shape, steps=(usage,)))
+        _follow(tools, shape.signature, Trained(batch, logs, usage))
+    return logs
 
 
 def watched(fit: FitState, shape: PlainShape, usage: Usage) -> None:

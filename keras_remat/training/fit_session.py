@@ -268,11 +268,17 @@ class FitSession:
         )
 
     def passes(self, batch: int) -> bool:
-        """Notes the begin of a batch that Keras's own step trains; returns whether that is all.
+        """Notes the begin of a batch; returns whether that is all.
 
-        It is all where nothing is to be done and no look at the step is due.
+        It is all where nothing is to be done and no look at the step is due, and where a step is
+        settled: nothing is new since the batch before, as the record is as it was.
         """
-        return self._aside is not None and self._aside.passes(batch)
+        if self._aside is not None:
+            return self._aside.passes(batch)
+        if not self._fit.settled or self._installed.is_disturbed:
+            return False
+        self._callers.announce(batch, self._steps_per_epoch)
+        return True
 
     def validation_begins(self) -> None:
         """Trains what Keras has ended the epoch without, where the ``fit`` is this one."""

@@ -81,7 +81,7 @@ class FitState:
         handles: mode → what a framework holds for it; see :mod:`keras_remat.training.tools`.
         steps_run: how many steps this ``fit`` has trained.
         counter: what was counted since :meth:`take_counter`.
-        settled: layout of a shape's batches → the mode and the shape that train them, where its
+        settled: layout of a shape's batches → the tools and the shape that train them, where its
             step is settled, as long as the record stays as it is.
         pending: the result of the newest step, where that was not waited for and may run still.
     """
@@ -110,7 +110,7 @@ class FitState:
         self.steps_run = 0
         self.counter = StepCounter()
         self.pending: Any = None
-        self.settled: dict[Hashable, tuple[Mode, PlannedShape]] = {}
+        self.settled: dict[Hashable, tuple[Any, PlannedShape]] = {}
         self._planning_since: float | None = None
         self._record: FitRecord | None = None
         self._asked_limit: Limit | None = None

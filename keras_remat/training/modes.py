@@ -31,7 +31,7 @@ from keras_remat.training.shape_state import (
     StepConstraints,
     layout_of,
 )
-from keras_remat.training.tools import Tools, tools_of
+from keras_remat.training.tools import Tools, running_tools, tools_of
 
 #: What a mode raises that cannot train a batch.
 FAILURES = (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError, PlanMismatchError)
@@ -67,14 +67,13 @@ def settled(fit: FitState, batch: Any) -> tuple[Tools, PlannedShape] | None:
     """Returns what trains a loader batch where its step is settled, and no other size or mode is
     looked for; ``None`` where something is to be found out."""
     layout = layout_of(batch)
-    if layout not in fit.settled:
+    settled: tuple[Tools, PlannedShape] | None = fit.settled.get(layout)
+    if settled is None:
         shape = _settled_shape(fit, batch)
         if shape is None:
             return None
-        fit.settled[layout] = fit.record.mode, shape
-    mode, shape = fit.settled[layout]
-    tools = tools_of(fit, mode)
-    return None if steps.is_look_due(tools) else (tools, shape)
+        settled = fit.settled[layout] = running_tools(fit), shape
+    return None if steps.is_look_due(settled[0]) else settled
 
 
 def _settled_shape(fit: FitState, batch: Any) -> PlannedShape | None:

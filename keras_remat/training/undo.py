@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from keras_remat.backends.base import Backend, RunStep
@@ -109,12 +108,6 @@ class StepGuard:
         step_s = usage.time_s if timed else facts.step_s
         facts = replace(facts, copy_s=copy_s, step_s=step_s)
         return Trained(batch, result, replace(usage, time_s=step_s)), facts
-
-    def run_settled(self, step: RunStep, batch: Any, facts: DeviceFacts) -> Trained:
-        """Runs a planned step that is neither guarded nor waited for; reports the time of the last
-        step that was waited for."""
-        result, usage = self._backend.measure(partial(step, batch), wait=False)
-        return Trained(batch, result, Usage(facts.step_s, usage.peak_bytes))
 
     def _snapshot(self) -> tuple[Callable[[], None], float]:
         """Returns what puts the model's state back, and the seconds that copying it took."""

@@ -28,6 +28,7 @@ class InstalledTrainFunction(Installed):
     counts_no_empty_step = keeps_first_trace = True
     end_of_data = (StopIteration, tf.errors.OutOfRangeError)
     _promised: Any = None  # what the iterator of ``fit`` promises of its batches
+    _may_lack_parts = True  # whether a batch may have an empty ``Optional``
 
     @property
     def any_size(self) -> bool:
@@ -45,13 +46,16 @@ class InstalledTrainFunction(Installed):
     def _caller(self, iterator: Any) -> Caller | None:
         caller = super()._caller(iterator)
         if caller is Caller.FIT and isinstance(iterator, tf.data.Iterator):
-            self._promised = iterator.element_spec
+            promised = iterator.element_spec
+            if promised is not self._promised:  # another epoch's
+                specs = tf.nest.flatten(promised)
+                self._promised = promised
+                self._may_lack_parts = any(isinstance(spec, tf.OptionalSpec) for spec in specs)
         return caller
 
     def _read(self, batch: Any) -> Any:
         """Keras's iterators carry ``None`` (no sample weights, say) as an empty ``Optional``."""
-        leaves = tf.nest.flatten(batch)  # to map takes a hundred times as long
-        if not any(isinstance(leaf, tf.experimental.Optional) for leaf in leaves):
+        if not self._may_lack_parts:
             return batch
         return tf.nest.map_structure(
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch

@@ -181,6 +181,16 @@ def test_empty_optionals_become_none():
     assert weights is None
 
 
+def test_what_an_iterator_promises_tells_where_parts_are_missing():
+    runner = Runner()
+    model, _ = installed(runner)
+    x, nothing = tf.ones((2, 3)), tf.experimental.Optional.empty(tf.TensorSpec(()))
+    lacks, whole = tf.data.Dataset.from_tensors((x, nothing)), tf.data.Dataset.from_tensors((x, x))
+    for data in (lacks, whole, lacks):
+        model.train_function(iter(data))
+    assert [targets is None for _, targets in runner.ran] == [True, False, True]
+
+
 @pytest.mark.parametrize("caller", [Caller.LOOP, Caller.GUEST])
 def test_train_on_batch_is_one_batch_and_ends_nothing(caller):
     runner = Runner(rest="rest", caller=caller)
