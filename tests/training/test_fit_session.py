@@ -286,7 +286,7 @@ def test_a_larger_batch_is_searched_from_a_batch_of_the_shape_that_was_traced(mo
     """What another length takes at twice the samples says nothing of it."""
     asked = []
 
-    def scaling(backend, model, problem, batch, measured):
+    def scaling(backend, model, problem, batch, measured, traced):
         inputs = [v.shape for v in problem.graph.values if v.producer is None and v.shape]
         asked.append((tuple(batch[0].shape), {shape for shape in inputs if shape[0] == 4}))
         raise UnsupportedModelError("enough is known")
