@@ -106,8 +106,9 @@ def find_max_batch_size(
             and the answer is a prediction.
         margin: share of the limit that predictions keep free; a measured peak may take it.
         time_limit_s: for everything: tracing, measuring, the search, and the sizes that run. The
-            first size runs however late it is, and so do smaller ones until one has trained; after
-            that none is begun that would end too late.
+            search's first solves, eight quick ones at most, are made however late it is. The first
+            size runs then, and so do smaller ones until one has trained; after that none is begun
+            that would end too late.
         seed: for the solver.
         compilation: as in ``RematAutotune``; ``"auto"`` searches for the model's own mode.
 

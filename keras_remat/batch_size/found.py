@@ -137,7 +137,10 @@ class BatchSearch:
         run_s = self.verification_time_s
         ran = f" and run in {run_s:.1f} s" if run_s else ""
         limit, sizes = format_bytes(self.limit_bytes), {p.batch_size for p in self.probes}
-        most = f" of at most {self.time_limit_s:.0f} s" if self.time_limit_s else ""
+        bound = f"{self.time_limit_s:.0f} s" if self.time_limit_s else ""
+        most = f" of at most {bound}" if bound else ""
+        if self.time_limit_s and self.search_time_s > self.time_limit_s:
+            most = f", the first however long that takes, the others in at most {bound}"
         late = "; its time was over: in more, it may find more" if self.ended_by_clock else ""
         found = f"Largest batch {self.max_batch_size} under {limit}"
         if self.plan.slicing is not None:

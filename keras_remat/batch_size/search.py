@@ -4,7 +4,7 @@ A schedule found at one batch size is an order of the same ops at any other
 (:mod:`keras_remat.batch_size.scaling`), and its peak there is known without solving anything. So a
 size that fails wastes little, and one that succeeds says more than that it fits:
 
-1. For a *known* order the largest size it fits is found by bisection over its predicted peak
+1. For a *known* order the largest size it fits is found along the line of its predicted peaks
    (:meth:`SizeSearch.largest_fitting`); without recomputation that is the largest plain batch.
 2. Between the largest size reached and the least whose floor is over the budget, the problem is
    solved for a new order at their geometric mean, first with a quick solver, then with a thorough
@@ -17,11 +17,12 @@ size that fails wastes little, and one that succeeds says more than that it fits
 
 The solver's budget is the allowed one less what the allocator was seen to waste.
 
-What is found must not depend on how fast the machine is, or how busy. So a time limit is what the
-clock may show, and a third of it is counted work (:mod:`keras_remat.batch_size.search_work`),
-solves and predictions, by rates that an idle machine exceeds. The work ends the search, and the
-clock only where a machine is more than three times slower than the rates say; it never ends the
-search for a first size.
+What is found must not depend on how fast the machine is, or how busy. So the first solves are sure:
+a number of quick ones, each of few passes over the ops, is made whatever the clock shows. A time
+limit is for what follows, and a third of it is counted work
+(:mod:`keras_remat.batch_size.search_work`), solves and predictions, by rates that an idle machine
+exceeds. The work ends the search, and the clock only where a machine is more than three times
+slower than the rates say.
 
 Feasibility need not be monotone in the size: a schedule that was found is never given up
 because a solver failed at a smaller size, and the thorough solver begins with the whole bracket
@@ -54,7 +55,7 @@ from keras_remat.batch_size.search_work import OPTIONS, SearchWork
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.core.simulate import simulate
+from keras_remat.core.simulate import seconds, simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning.calibrated_solve import new_order
 from keras_remat.planning.plan import Plan
@@ -90,25 +91,24 @@ def search_batch_size(
             forward pass; ``None`` is no bound.
         at_most: no size above this is tried.
         solver: a quick one, asked at many sizes.
-        time_limit_s: seconds in which sizes are tried, a third of which is counted work; no solve
-            gets more than a quarter of that.
+        time_limit_s: seconds in which sizes are tried after the first ones, which are sure; a third
+            of it is counted work, and no solve gets more than a quarter of that.
         late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached;
             ``None`` for none.
         late_time_limit_s: seconds for that and for steps from known orders, on top of what is left.
         afterwards_s: seconds to leave until the deadline, by the plan found; ``None`` for none.
-        deadline_s: by ``time.perf_counter``; both time limits from now at the latest, or 10 s.
+        deadline_s: by ``time.perf_counter``, for what comes after the first sizes.
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
-    late_s = late_time_limit_s if late_solver else 0.0
+    late_s, quick_s = late_time_limit_s if late_solver else 0.0, time_limit_s / OPTIONS.patience
     clock_s = max(OPTIONS.least_clock_s, time_limit_s + late_s)
-    deadline_s = min(deadline_s, time.perf_counter() + clock_s)
+    quick_deadline_s = min(deadline_s, time.perf_counter() + clock_s)
     if late_solver is not None:
         native.begin()
-    quick_s = time_limit_s / OPTIONS.patience
     search = SizeSearch(
         lambda size: scaling.at(size * multiple),
         limit,
@@ -116,13 +116,14 @@ def search_batch_size(
         max_overhead,
         (OPTIONS.largest_size if at_most is None else at_most) // multiple,
         seed,
-        SearchWork(quick_s, deadline_s),
+        SearchWork(quick_s, quick_deadline_s, sure_solves=OPTIONS.sure_solves),
     )
-    search.begin(min(start // multiple, search.at_most), solver, OPTIONS.solve * quick_s)
-    search.bisect(solver, OPTIONS.solve * quick_s, try_again=late_solver is None)
+    solve_s = OPTIONS.solve * quick_s
+    search.begin(min(start // multiple, search.at_most), solver, solve_s)
+    search.bisect(solver, solve_s, try_again=late_solver is None)
     if late_solver is not None:
         search.afterwards_s = afterwards_s
-        search.go_on(late_solver, late_s, deadline_s)
+        search.go_on(late_solver, late_s, quick_deadline_s, deadline_s)
     return replace(search.result(), fit=scaling.fit, time_limit_s=clock_s).times(multiple)
 
 
@@ -197,10 +198,9 @@ class SizeSearch:
         fails, again = int(min(self._ceiling, max(self.largest + 2, below))), True
         while again:
             begun = self.largest
-            while (
-                fails - self.largest > max(1, int(self.largest * OPTIONS.resolution))
-                and self._left_s() > keep_s
-            ):
+            while fails - self.largest > max(
+                1, int(self.largest * OPTIONS.resolution)
+            ) and self._may_go_on(solver, keep_s):
                 mean = (self.largest * fails) ** 0.5
                 least = max(self.largest + 1, math.ceil(OPTIONS.reached * mean))
                 size = _round(least, max(least, min(fails - 1, int(mean / OPTIONS.reached))))
@@ -216,7 +216,8 @@ class SizeSearch:
                     fails = size
             fails = min(self.at_most + 1, int(self.largest * OPTIONS.retried) + 1)
             self.seed += 1
-            again = try_again and begun < self.largest < self.at_most and self._left_s() > keep_s
+            grows = begun < self.largest < self.at_most
+            again = try_again and grows and self._may_go_on(solver, keep_s)
 
     def improve_from_best(self, solver: str, solve_s: float) -> None:
         """Solves for sizes a little above the largest: by smaller steps after failures, by larger
@@ -253,9 +254,18 @@ class SizeSearch:
                     failures + 1,
                 )
 
-    def go_on(self, solver: str, late_s: float, deadline_s: float) -> None:
-        """Searches on with a thorough solver, in so many seconds and what is left of the others."""
-        native.is_compiled(OPTIONS.compiling * late_s)  # waits for that
+    def go_on(self, solver: str, late_s: float, quick_s: float, deadline_s: float) -> None:
+        """Searches on with a thorough solver, in so many seconds and what is left of the others.
+
+        What the first sizes took on a busy machine is not missing here.
+
+        Args:
+            quick_s: when the others are over, by ``time.perf_counter``.
+            deadline_s: when nothing may go on, by the same clock.
+        """
+        later_s = time.perf_counter() + max(OPTIONS.least_clock_s, late_s)
+        deadline_s = min(deadline_s, max(quick_s, later_s))
+        native.is_compiled(max(OPTIONS.least_compiling_s, OPTIONS.compiling * late_s))  # waits
         improving_s = late_s / OPTIONS.patience + max(0.0, self.work.left_s())
         ended_by_clock, self.work = self.work.ended_by_clock, SearchWork(improving_s, deadline_s)
         self.work.ended_by_clock = ended_by_clock
@@ -270,6 +280,10 @@ class SizeSearch:
             keep_s=OPTIONS.improve * self._left_s(),
         )
         self.improve_from_best(solver, OPTIONS.step * seconds)
+
+    def _may_go_on(self, solver: str, keep_s: float) -> bool:
+        """Returns whether there is more work left than is to be kept, or a solve is sure."""
+        return self.work.is_sure(solver) or self._left_s() > keep_s
 
     def _left_s(self) -> float:
         """Returns the seconds of work that are left for solving."""
@@ -303,8 +317,8 @@ class SizeSearch:
             solver = self.backend.auto_solver
         try:
             check_floor(problem.with_budget(self.limit.usable_bytes))
-            patience = self.work.take(problem, solver, solve_s)
-            order, ratio = new_order(
+            solve_s, patience = self.work.take(problem, solver, solve_s)
+            order, ratio, predicted = new_order(
                 problem,
                 self.limit.usable_bytes,
                 self.target_share,
@@ -321,6 +335,8 @@ class SizeSearch:
             self.fragmentation_ratio = 1.0
             self.probes.append(SizeTrial(size, None, str(error)))
             return False
+        replays = self.backend.memory.order_matters
+        self.work.predict(problem, replays=replays, count=predicted)
         self.fragmentation_ratio = ratio
         self.fragmentation_ratios.append(ratio)
         usual = median_low(self.fragmentation_ratios)  # most waste little, now and then one much
@@ -345,35 +361,25 @@ class SizeSearch:
         return f"overhead {overhead:.1%} is over the bound of {bound:.1%} (max_overhead)"
 
     def largest_fitting(self, order: Schedule, size: int, least: int = 1) -> int:
-        """Returns the largest size found at which an order fits: by steps up or down from ``size``,
-        then bisection; 0 where that is below ``least``.
+        """Returns the largest size found at which an order fits; 0 where that is below ``least``.
+
+        A peak follows the size nearly along a line, so the next size is where the line through two
+        known ones meets the budget. Where that does not close the bracket, it is halved.
 
         Its plan there is among the probes afterwards.
         """
-        fits, fails = (size, self.at_most + 1) if self.fits(order, size) else (0, size)
-        if not fits and 1 < least < size:
-            if not self.fits(order, least):
-                return 0
-            fits = least
-        step, up = 1, fits == size
-        while up and fits < self.at_most and fails > self.at_most:  # in longer and longer steps
-            other = min(self.at_most, _round(fits + step, fits + 2 * step))
-            if self.fits(order, other):
-                fits, step = other, 2 * step
+        fits, fails, at = 0, self.at_most + 1, size
+        known: dict[int, int] = {}
+        for _ in range(OPTIONS.most_predictions):
+            peak = self._peak_bytes(order, at)
+            fits, fails = (fits, at) if peak is None or not self.limit.fits(peak) else (at, fails)
+            if fails <= least or fails - fits <= max(1, int(fits * OPTIONS.resolution)):
+                break
+            if peak is None:  # it recomputes too much, and hardly less at any size between
+                at = max(fits, least)
             else:
-                fails = other
-        while fits == 0 and fails > least:  # down, to the nearest that fits
-            other = max(least, fails - step)
-            if self.fits(order, other):
-                fits = other
-            else:
-                fails, step = other, 2 * step
-        while (
-            fits and fails - fits > max(1, int(fits * OPTIONS.resolution)) and fails <= self.at_most
-        ):
-            quarter = (fails - fits) // 4
-            middle = _round(max(fits + 1, fits + quarter), min(fails - 1, fails - quarter))
-            fits, fails = (middle, fails) if self.fits(order, middle) else (fits, middle)
+                known[at] = peak
+                at = self._next_size(known, max(fits, least - 1), fails)
         if not fits:
             return 0
         problem, usable = self._problem_at(fits), self.limit.usable_bytes
@@ -402,15 +408,50 @@ class SizeSearch:
         plans = [p.plan for p in self.probes if p.plan is not None and p.batch_size == self.largest]
         return min(plans, key=lambda plan: plan.predicted.time_s)
 
+    def _next_size(self, known: dict[int, int], above: int, below: int) -> int:
+        """Returns a size between two others at which an order needs about the budget.
+
+        Args:
+            known: its peaks by size, at least one.
+            above: it is known, or wanted, to fit there.
+            below: it does not there; above ``at_most`` where no such size is known.
+        """
+        at, *others = sorted(known, key=lambda size: abs(known[size] - self.limit.usable_bytes))
+        if others:
+            by_sample = (known[at] - known[others[0]]) / (at - others[0])
+        else:
+            by_sample = (known[at] - self._problem_at(at).profile.resident_bytes) / at
+        room = self.limit.usable_bytes - known[at]
+        aim = at + room / by_sample if by_sample > 0 else math.inf
+        step = max(1, int(above * OPTIONS.resolution))
+        if below > self.at_most:
+            most = min(OPTIONS.furthest * max(above, at), self.at_most)
+        elif len(known) % OPTIONS.halved_every:
+            most = max(above + 1, below - step)
+        else:
+            quarter = (below - above) // 4
+            return _round(max(above + 1, above + quarter), max(above + 1, below - 1 - quarter))
+        size = int(min(max(aim, above + step), most))
+        return (
+            size
+            if size == self.at_most
+            else _round(max(above + 1, int(size * OPTIONS.rounded)), size)
+        )
+
     def fits(self, order: Schedule, size: int) -> bool:
         """Returns whether a known order keeps to the budget and to the bound of the overhead at a
         size."""
-        problem = self._problem_at(size)
-        if not is_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
-            return False
-        memory = self.backend.memory
+        peak = self._peak_bytes(order, size)
+        return peak is not None and self.limit.fits(peak)
+
+    def _peak_bytes(self, order: Schedule, size: int) -> int | None:
+        """Returns the predicted peak of a known order at a size; ``None`` where it does not keep to
+        the bound of the overhead."""
+        problem, memory = self._problem_at(size), self.backend.memory
+        if not is_allowed(problem, seconds(problem, order), self.max_overhead):
+            return None
         self.work.predict(problem, replays=memory.order_matters)
-        return self.limit.fits(memory.peak_bytes(problem, order))
+        return memory.peak_bytes(problem, order)
 
     def result(self) -> BatchSearch:
         """Returns what was found."""

@@ -36,8 +36,15 @@ class SearchOptions:
         replay_s, simulation_s: seconds of work for an op of a predicted peak, with the problem at
             its size: an allocator's replay takes 70 to 210 microseconds, and a simulation, which
             does where the order of ops does not matter, 55 on a busy machine.
-        compiling: of the time limit, what is waited for the moves of the searches to become machine
-            code: with slower ones they make fewer, and find less.
+        compiling, least_compiling_s: of the time limit, and at least, what is waited for the moves
+            of the searches to become machine code: with slower ones they make fewer, and find less.
+        sure_solves: solves of a quick solver that neither work nor clock keeps from being made: so
+            many halve the bracket to its resolution, a few that the allocator wastes included.
+        sure_passes: passes over the ops that each of them may take at least.
+        most_predictions: of one order's peak, until the size that it reaches is taken for known.
+        halved_every: of so many, one halves the bracket; the others follow the line of the peaks.
+        furthest: times a known size that such a line is trusted.
+        rounded: sizes down to this share are as good where they are rounder.
     """
 
     resolution: float = 0.01
@@ -61,6 +68,13 @@ class SearchOptions:
     replay_s: float = 2e-4
     simulation_s: float = 5e-5
     compiling: float = 0.25
+    least_compiling_s: float = 3.0
+    sure_solves: int = 8
+    sure_passes: float = 5.0
+    most_predictions: int = 12
+    halved_every: int = 4
+    furthest: int = 8
+    rounded: float = 0.99
 
 
 OPTIONS = SearchOptions()
@@ -76,6 +90,7 @@ class SearchWork:
         seconds: of work; infinite where something else bounds it.
         deadline_s: by ``time.perf_counter``; nothing is begun after it.
         of_solves: whether solves alone are counted, and no predictions.
+        sure_solves: so many of a solver whose steps are counted are made whatever is left.
 
     Attributes:
         ended_by_clock: whether the clock left nothing while there was work left: a machine that is
@@ -88,9 +103,15 @@ class SearchWork:
         deadline_s: float = math.inf,
         *,
         of_solves: bool = False,
+        sure_solves: int = 0,
     ):
         self._seconds, self.deadline_s, self._of_solves = seconds, deadline_s, of_solves
+        self._sure_solves = sure_solves
         self.ended_by_clock = False
+
+    def is_sure(self, solver: str) -> bool:
+        """Returns whether the next solve of a solver is made whatever is left."""
+        return self._sure_solves > 0 and solver in _PASSES
 
     def left_s(self, afterwards_s: float = 0.0) -> float:
         """Returns the seconds of work that are left; 0 where the clock leaves no more than
@@ -100,21 +121,33 @@ class SearchWork:
         self.ended_by_clock = self.ended_by_clock or self._seconds > 0
         return 0.0
 
-    def predict(self, problem: Problem, *, replays: bool) -> None:
-        """Takes one prediction of a peak off what is left.
+    def predict(self, problem: Problem, *, replays: bool, count: int = 1) -> None:
+        """Takes predictions of a peak off what is left.
 
         Args:
             problem: the step at a size.
             replays: whether an allocator is replayed for it, or bytes alive are simulated.
+            count: how many.
         """
         if not self._of_solves:
             each_s = OPTIONS.replay_s if replays else OPTIONS.simulation_s
-            self._seconds -= each_s * len(problem.graph.ops)
+            self._seconds -= count * each_s * len(problem.graph.ops)
 
-    def take(self, problem: Problem, solver: str, solve_s: float) -> float:
-        """Takes one solve off what is left, and returns with how much patience it may run."""
-        passes = _PASSES.get(solver, math.inf)
-        self._seconds -= min(solve_s, passes * len(problem.graph.ops) / STEPS_PER_S)
-        clock_s = self.deadline_s - time.perf_counter()
-        most = max(OPTIONS.patience, OPTIONS.least_solve_clock_s / solve_s)
-        return max(1.0, min(most, clock_s / solve_s))
+    def take(self, problem: Problem, solver: str, solve_s: float) -> tuple[float, float]:
+        """Takes one solve off what is left.
+
+        Returns:
+            The seconds that it may take, and how much patience it has: where it is made whatever
+            is left, its steps alone end it.
+        """
+        passes, ops = _PASSES.get(solver, math.inf), len(problem.graph.ops)
+        if self.is_sure(solver):
+            self._sure_solves -= 1
+            solve_s = max(solve_s, OPTIONS.sure_passes * ops / STEPS_PER_S)
+            patience = math.inf
+        else:
+            clock_s = self.deadline_s - time.perf_counter()
+            most = max(OPTIONS.patience, OPTIONS.least_solve_clock_s / solve_s)
+            patience = max(1.0, min(most, clock_s / solve_s))
+        self._seconds -= min(solve_s, passes * ops / STEPS_PER_S)
+        return solve_s, patience

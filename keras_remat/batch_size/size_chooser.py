@@ -39,6 +39,8 @@ class SizeChooser:
         predicted: the largest size by prediction.
         orders: known ones; those that reach furthest last.
         at_most: no size above it is chosen.
+        first_margin: the margin that the first size keeps at least, since nothing was measured of
+            it: where a size runs in training, a step over the limit counts.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
         solver: for the sizes that no known order fits.
         solve_s: seconds of work for one solve, counted as in a search.
@@ -63,6 +65,7 @@ class SizeChooser:
     predicted: int
     orders: tuple[Schedule, ...]
     at_most: int
+    first_margin: float = 0.0
     max_overhead: MaxOverhead = "forward"
     solver: str = "auto"
     solve_s: float = 2.0
@@ -153,6 +156,8 @@ class SizeChooser:
         because a faster order fills the same bytes: the bytes shrink as the sizes do.
         """
         error = 0
+        if not self.runs:
+            limit = replace(limit, margin=max(limit.margin, self.first_margin))
         if self.newest is not None:
             size, plan, peak = self.newest
             problem, predicted = scaling.at(size), plan.predicted.peak_bytes

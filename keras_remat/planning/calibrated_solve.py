@@ -26,6 +26,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.planning.quick_orders import QUICK, quick_orders
 from keras_remat.solvers import check_floor, solve
 from keras_remat.solvers.search import nearby
 
@@ -38,6 +39,9 @@ class CorrectionOptions:
 
     Args:
         corrections: of a target, at most.
+        sure_corrections: of a slow solver's target, so many are made while nothing was found,
+            however late it is. A quick solver, which comes first, makes all of them. With ten of
+            both, a U-Net of volumes was refused after minutes.
         solve: of the time that is left, what one solve may take.
         least_solve_s: minimum seconds for one solve, past the deadline, too.
         sure_compilations, most_compilations: how many schedules are compiled whatever it takes, and
@@ -52,6 +56,7 @@ class CorrectionOptions:
     """
 
     corrections: int = 10
+    sure_corrections: int = 3
     solve: float = 0.7
     least_solve_s: float = 0.5
     sure_compilations: int = 3
@@ -128,15 +133,20 @@ class BudgetSearch:
         self.least: BudgetCandidate | None = None
 
     def run(
-        self, start: int, deadline_s: float, *, patient: bool = True, approach: bool = False
+        self,
+        start: int,
+        deadline_s: float,
+        *,
+        sure: int = OPTIONS.corrections,
+        approach: bool = False,
     ) -> tuple[BudgetCandidate, int]:
         """Returns the fastest schedule that fits, and the target that it was solved for.
 
         Args:
             start: the first target, in bytes.
             deadline_s: by ``time.perf_counter``; a late solve gets half a second all the same.
-            patient: whether all corrections are made while nothing was found, however late it is:
-                the clock ends improvement, and not the first answer.
+            sure: so many solves are made while nothing was found, however late it is, and one at
+                least: the clock ends improvement, and not the first answer.
             approach: whether targets over the budget are tried where no lower one is reached, so
                 that :attr:`least` says how near one comes.
 
@@ -150,8 +160,9 @@ class BudgetSearch:
         target, reached, unreachable = start, max(start, most), floor
         for turn in range(OPTIONS.corrections):
             left_s = deadline_s - time.perf_counter()
-            is_late = left_s < OPTIONS.least_solve_s if self._chosen else left_s < 0 and not patient
-            if target < floor or (turn and is_late):
+            least_s = OPTIONS.least_solve_s if self._chosen else 0.0
+            is_sure = turn < sure and self._chosen is None
+            if target < floor or (turn and left_s < least_s and not is_sure):
                 break
             if self._tried and not self._may_compile(deadline_s):
                 break
@@ -163,6 +174,8 @@ class BudgetSearch:
                     break
                 if self.least is None and not approach:
                     raise
+                if reached - target <= OPTIONS.least_step * (start - floor):
+                    break  # what lies between is hardly more
                 unreachable, target = target, (target + reached) // 2
                 continue
             surplus = self._surplus(found, target)
@@ -174,11 +187,18 @@ class BudgetSearch:
             target = max(target - less, (unreachable + target) // 2)
         self._compile_least(deadline_s)
         if self._chosen is None:
-            over = None if self.least is None else self.least.peak_bytes
-            raise ScheduleNotFoundError(
-                self.budget_bytes, floor, over, solver=self._solver, least_over_limit=self.least
-            )
+            raise self._not_found()
         return self._chosen
+
+    def _not_found(self) -> ScheduleNotFoundError:
+        """Returns the error that nothing keeps to the budget, with what needs least."""
+        over, floor = (
+            None if self.least is None else self.least.peak_bytes,
+            self.problem.floor_bytes,
+        )
+        return ScheduleNotFoundError(
+            self.budget_bytes, floor, over, solver=self._solver, least_over_limit=self.least
+        )
 
     def solve_at(
         self,
@@ -200,10 +220,7 @@ class BudgetSearch:
         problem = self.problem.with_budget(target)
         seen: list[Solution] = []
         if near is None:
-            solve(
-                problem, solver=self._solver, time_limit_s=time_limit_s, seed=self._seed,
-                progress=seen.append, patience=patience,
-            )  # fmt: skip
+            seen = self._solved(problem, time_limit_s, patience)
         else:
             orders = nearby.schedules(
                 problem, near, time_limit_s=time_limit_s, seed=self._seed, patience=patience
@@ -218,6 +235,29 @@ class BudgetSearch:
         asked = list(newest.values())[-OPTIONS.asked_orders :]
         found = [BudgetCandidate.of(self.problem, solution, self.memory) for solution in asked]
         return sorted(found, key=lambda one: one.time_s)
+
+    def _solved(self, problem: Problem, time_limit_s: float, patience: float) -> list[Solution]:
+        """Returns what the solver finds on its way; what the quick one found is remembered."""
+        seen: list[Solution] = []
+        known = quick_orders(self.memory) if self._solver == QUICK else None
+        found = None if known is None else known.of(problem, self._seed, time_limit_s)
+        if found is not None:
+            if not found:
+                target = problem.budget_bytes or 0
+                raise ScheduleNotFoundError(target, problem.floor_bytes, solver=QUICK)
+            return found
+        try:
+            solve(
+                problem, solver=self._solver, time_limit_s=time_limit_s, seed=self._seed,
+                progress=seen.append, patience=patience,
+            )  # fmt: skip
+        except ScheduleNotFoundError:
+            if known is not None:
+                known.keep(problem, self._seed, time_limit_s, [])
+            raise
+        if known is not None:
+            known.keep(problem, self._seed, time_limit_s, seen)
+        return seen
 
     def _surplus(self, found: list[BudgetCandidate], target: int) -> int | None:
         """Keeps the best of what was found; returns the bytes to take off the target for another
@@ -299,7 +339,7 @@ def new_order(
     near: Schedule | None = None,
     seed: int = 0,
     patience: float = 1.0,
-) -> tuple[Schedule, float]:
+) -> tuple[Schedule, float, int]:
     """Returns the order of one solve that needs least, and how much the device adds to it.
 
     The order need not fit, so the time is bounded also where none does.
@@ -309,7 +349,7 @@ def new_order(
         patience: as of :func:`keras_remat.solvers.solve`.
 
     Returns:
-        The order, and its peak over the bytes alive, a ratio.
+        The order, its peak over the bytes alive, a ratio, and how many peaks were predicted.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
@@ -318,7 +358,7 @@ def new_order(
     search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
     found = search.solve_at(target, time_limit_s, near, patience)
     least = min(found, key=lambda one: one.peak_bytes)
-    return least.schedule, least.peak_bytes / max(1, least.usage.peak_bytes)
+    return least.schedule, least.peak_bytes / max(1, least.usage.peak_bytes), len(found)
 
 
 def within_budget(
@@ -358,20 +398,22 @@ def within_budget(
         return search.run(budget_bytes, deadline_s)[0]
     # what the allocator needs above a schedule is told by the known one or by a quick solver; the
     # slow one starts from there
-    patient, start = known is None, budget_bytes
+    start, is_patient = budget_bytes, known is None
     quick = None if known is None else known_order(problem, known, budget_bytes, memory)
     if quick is not None:
         start -= max(0, quick.surplus_bytes)
     else:
-        quick_search = BudgetSearch(problem, budget_bytes, memory, "greedy_first", seed)
+        quick_search = BudgetSearch(problem, budget_bytes, memory, QUICK, seed)
         quick_deadline_s = time.perf_counter() + OPTIONS.quick * most_s
         try:
-            quick, start = quick_search.run(budget_bytes, quick_deadline_s, patient=patient)
+            sure = OPTIONS.corrections if is_patient else 1
+            quick, start = quick_search.run(budget_bytes, quick_deadline_s, sure=sure)
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", error)
     deadline_s = max(deadline_s, time.perf_counter() + OPTIONS.slow * most_s)
     try:
-        slow, _ = search.run(start, deadline_s, patient=patient)
+        sure = OPTIONS.sure_corrections if is_patient else 1
+        slow, _ = search.run(start, deadline_s, sure=sure)
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         if quick is None:
             raise
@@ -387,10 +429,10 @@ def least_over_budget(
     Raises:
         ScheduleNotFoundError: not even one over the budget was found.
     """
-    search = BudgetSearch(problem, budget_bytes, memory, "greedy_first", seed)
+    search = BudgetSearch(problem, budget_bytes, memory, QUICK, seed)
     start, deadline_s = max(budget_bytes, problem.floor_bytes), time.perf_counter() + time_limit_s
     try:
-        return search.run(start, deadline_s, patient=False, approach=True)[0]
+        return search.run(start, deadline_s, sure=1, approach=True)[0]
     except ScheduleNotFoundError:
         if search.least is None:
             raise

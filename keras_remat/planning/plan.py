@@ -24,7 +24,7 @@ from keras_remat.core.serialize import (
     read_json,
     write_json,
 )
-from keras_remat.core.simulate import simulate
+from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.core.slices import Slicing
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import (
@@ -38,7 +38,13 @@ from keras_remat.reporting import html as page
 from keras_remat.reporting import mpl, pictures
 from keras_remat.reporting.layers import By
 from keras_remat.reporting.tables import Text, summary_text
-from keras_remat.reporting.text import overhead_source, plan_text, slices_text, status_text
+from keras_remat.reporting.text import (
+    overhead_source,
+    plan_text,
+    slices_text,
+    status_text,
+    uncounted_text,
+)
 from keras_remat.solvers import solve
 from keras_remat.units import format_bytes
 
@@ -68,6 +74,8 @@ class Plan:
         card: that it was made for, by its name in the table of cards; ``None`` for the live device.
         slicing: which ops of the traced step run in slices; ``fingerprint``, ``problem`` and the
             schedule are of the step in slices, ``store_all`` of the traced one.
+        smallest_bytes: how large an array is at least that the device counts; 0 where it counts
+            all. Peaks leave out smaller ones.
     """
 
     fingerprint: str
@@ -83,6 +91,7 @@ class Plan:
     compiled: Usage | None = None
     card: str | None = None
     slicing: Slicing | None = field(default=None, repr=False)
+    smallest_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_among("profile_source", self.profile_source, ("measured", "estimated"))
@@ -99,6 +108,16 @@ class Plan:
     def recomputes(self) -> bool:
         """Returns whether any op runs more than once."""
         return bool(self.solution.schedule.recomputed)
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """Returns what the step holds in arrays too small for the device to count, and peaks leave
+        out; 0 where it counts all, or the plan was saved without its problem."""
+        if not self.smallest_bytes or self.problem is None:
+            return 0
+        inputs = (v.nbytes for v in self.problem.graph.values if v.producer is None)
+        alive = live_bytes(self.problem, self.solution.schedule, self.smallest_bytes)
+        return sum(n for n in inputs if n < self.smallest_bytes) + int(max(alive, default=0))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; :func:`load_plan` gives back an equal plan."""
@@ -131,6 +150,7 @@ class Plan:
             },
             "problem": None if self.problem is None else problem_to_dict(self.problem),
             **({} if self.slicing is None else {"slices": asdict(self.slicing)}),
+            **({"smallest_bytes": self.smallest_bytes} if self.smallest_bytes else {}),
         }
 
     def check(self, problem: Problem) -> None:
@@ -164,6 +184,7 @@ class Plan:
             f"{status_text(self.solution)}"
             + ("" if self.slicing is None else f"; {slices_text(self.slicing)}")
             + ("" if self.card is None else f"; card {self.card}")
+            + (f"; {uncounted}" if (uncounted := uncounted_text(self)) else "")
         )
 
     def __repr__(self) -> str:
@@ -289,6 +310,7 @@ def plan_from_dict(document: object, source: str | None = None) -> Plan:
             _optional_usage(top, "compiled"),
             top.get("card", (str, type(None)), None),
             _optional_slicing(top),
+            top.get("smallest_bytes", int, 0),
         )
         if plan.problem is not None:
             check_rules(plan.problem, plan.solution.schedule)

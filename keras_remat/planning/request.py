@@ -18,6 +18,7 @@ from typing import Any, Self
 from keras_remat.backends.base import Backend
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.backends.processes import Processes
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 NOT_FOUND = (InfeasibleBudgetError, ScheduleNotFoundError)
 #: Seconds a quick solver may take.
 _QUICK_SOLVE_S = 4.0
+#: Headroom is given up at once where it leaves less than such a share of the room above the floor:
+#: to find that there is no schedule takes many times as long as to find one.
+_LEAST_ROOM = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +104,10 @@ class PlanRequest:
     @property
     def budgets_bytes(self) -> tuple[int, ...]:
         """Returns what the plan may need: with the headroom left, where that can be, or without."""
-        usable = self.limit.usable_bytes
-        return (usable - self.headroom_bytes, usable) if self.headroom_bytes else (usable,)
+        usable, problem = self.limit.usable_bytes, self.problem
+        within = usable - self.headroom_bytes
+        least = problem.floor_bytes + _LEAST_ROOM * (usable - problem.profile.resident_bytes)
+        return (usable,) if within == usable or within < least else (within, usable)
 
 
 def plan_for(request: PlanRequest) -> Plan:
@@ -138,19 +144,22 @@ def _within_limit(request: PlanRequest) -> tuple[BudgetCandidate, int]:
         tries = [("greedy_first", quick_s, budget) for budget in request.budgets_bytes]
         tries += [(solver, seconds / 2, usable), (solver, seconds, usable)]
     *tries, last = tries
+    clock = Deadline(request.clock_s)
     for solver, seconds, budget in tries:
+        if clock.is_over and (solver, budget) == (last[0], last[-1]):
+            continue  # with no time left, it does what the last try does
         try:
-            return _solved(request, solver, seconds, budget), budget
+            return _solved(request, solver, seconds, budget, clock), budget
         except InfeasibleBudgetError:
             if budget == usable:
                 raise
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", error)
-    return _solved(request, *last), last[-1]
+    return _solved(request, *last, clock), last[-1]
 
 
 def _solved(
-    request: PlanRequest, solver: str, seconds: float, budget_bytes: int
+    request: PlanRequest, solver: str, seconds: float, budget_bytes: int, clock: Deadline
 ) -> BudgetCandidate:
     problem = request.problem
     with advising(problem, request.limit, request.batch_size, request, seed=request.seed):
@@ -161,7 +170,7 @@ def _solved(
                 request.memory,
                 solver=request.auto_solver if solver == "auto" else solver,
                 time_limit_s=seconds,
-                clock_s=request.clock_s,
+                clock_s=clock.left_s(),
                 seed=request.seed,
                 known=request.known,
             )
@@ -240,4 +249,5 @@ def plan_of(
         device=problem.profile.device,
         name=problem.name,
         problem=problem,
+        smallest_bytes=memory.smallest_bytes,
     )

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.memory import MemoryModel
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -252,7 +253,7 @@ def plan_in_slices(
     if slicer is None:
         raise failure
     resident = problem.profile.resident_bytes
-    least, told, tries = problem, failure, 0
+    least, told, tries, clock = problem, failure, 0, Deadline(request.clock_s)
     undivided = {} if seen is None else undivided_scratch(*seen, estimate)
     for slicing in candidates(problem, slicer.rules, budget):
         if tries == _MOST_TRIES:
@@ -270,7 +271,8 @@ def plan_in_slices(
             continue
         tries += 1
         try:
-            return sliced, costs, door(replace(request, problem=costs))
+            asked = replace(request, problem=costs, clock_s=clock.left_s())
+            return sliced, costs, door(asked)
         except NOT_FOUND as error:
             logger.debug("keras_remat: %d ops in %d: %s", len(slicing.ops), slicing.parts, error)
             told = min(told, error, key=_least_bytes)

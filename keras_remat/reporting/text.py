@@ -18,6 +18,9 @@ from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.tables import counted, readable, table
 from keras_remat.units import format_bytes, format_seconds
 
+#: Share of a peak from which on the arrays that it leaves out are told: less may as well be an
+#: error of prediction.
+_UNCOUNTED_SHARE = 0.1
 #: Distributions whose versions are told, the first one that is installed of each row.
 _DISTRIBUTIONS = (
     ("keras-remat",),
@@ -271,6 +274,8 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
         heads.append(("slices", slices_text(plan.slicing)))
     lines = table(heads)
     lines += table(usage_rows(plan))
+    if uncounted := uncounted_text(plan):
+        lines.append(uncounted)
     if plan.measured is None:
         lines.append("not measured yet")
     elif plan.measured.peak_bytes:
@@ -290,6 +295,18 @@ def slices_text(slicing: Slicing) -> str:
     """Returns what runs in slices, in words."""
     count = len(slicing.ops)
     return f"{counted(count, 'op')} run{'s' * (count == 1)} in {slicing.parts} slices"
+
+
+def uncounted_text(plan: Planned) -> str:
+    """Returns a sentence on the arrays that peaks leave out, without an end; empty where those are
+    little beside the peak."""
+    held_bytes, peak_bytes = plan.uncounted_bytes, plan.predicted.peak_bytes
+    if held_bytes <= _UNCOUNTED_SHARE * peak_bytes:
+        return ""
+    return (
+        f"up to {format_bytes(held_bytes)} in arrays below {format_bytes(plan.smallest_bytes)}, "
+        "which the device does not count, come on top while a step runs"
+    )
 
 
 def usage_rows(plan: Planned) -> list[tuple[str, str, str, str, str]]:

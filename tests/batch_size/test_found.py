@@ -44,6 +44,18 @@ def test_the_sentence_has_sizes_limit_and_what_was_measured(search):
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("limit_s", "told"),
+    [
+        (None, "in 1.5 s and run"),
+        (2.0, "in 1.5 s of at most 2 s and run"),
+        (1.0, "in 1.5 s, the first however long that takes, the others in at most 1 s and run"),
+    ],
+)
+def test_the_sentence_says_what_bounds_the_search(search, limit_s, told):
+    assert told in str(replace(search, time_limit_s=limit_s))
+
+
 def test_a_notebook_shows_a_row_for_every_size_with_a_plan(search):
     shown = search._repr_html_()
     assert shown.count("<tr>") == 1 + 2

@@ -19,9 +19,10 @@ from tight_limit import with_margin
 
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.found import overhead_bound
-from keras_remat.batch_size.search import search_batch_size
-from keras_remat.batch_size.search_work import SearchWork
+from keras_remat.batch_size.search import SizeSearch, search_batch_size
+from keras_remat.batch_size.search_work import OPTIONS, SearchWork
 from keras_remat.core.limit import Limit
+from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import (
     InfeasibleBudgetError,
@@ -30,6 +31,7 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.solvers.engines import native
+from keras_remat.solvers.search.greedy import STEPS_PER_S
 from keras_remat.units import MIB
 
 # ------------------------------------------------------------------ the search
@@ -236,22 +238,60 @@ def test_what_is_found_depends_on_the_clock_only_where_that_ends_the_search(monk
         assert not one.ended_by_clock
     assert len(idle.probes) > 3
     assert took_s <= idle.time_limit_s
-    slowest, took_s = found(20 * tick_s)
-    assert took_s <= 2 * idle.time_limit_s  # what is under way ends
-    assert len(slowest.probes) < len(idle.probes)
-    assert 40 <= slowest.max_batch_size <= idle.max_batch_size
+    slowest, _ = found(1e3 * tick_s)
+    sure = [p.batch_size for p in idle.probes][: len(slowest.probes)]
+    assert [p.batch_size for p in slowest.probes] == sure  # the first sizes are the same
+    assert 40 < slowest.max_batch_size <= idle.max_batch_size
     assert slowest.ended_by_clock
     assert "its time was over" in str(slowest)
 
 
-def test_the_clock_ends_a_search_that_has_a_deadline(monkeypatch):
-    import keras_remat.batch_size.search as module
+@pytest.mark.parametrize("deadline_s", [-1e9, 0.0])
+def test_no_clock_ends_the_first_sizes(deadline_s):
+    """They are bounded by a number of solves, each of few passes over the ops."""
+    idle = search(store_all_peak(40), start=4, time_limit_s=1e-6)
+    late = search(store_all_peak(40), start=4, time_limit_s=1e-6, deadline_s=deadline_s)
+    assert [p.batch_size for p in late.probes] == [p.batch_size for p in idle.probes]
+    assert late.orders == idle.orders
+    assert late.max_batch_size >= 0.9 * search(store_all_peak(40), start=4).max_batch_size
 
-    clock = itertools.count(0.0, 1.0)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    found = search(store_all_peak(40), start=40, deadline_s=1.0)
-    assert found.max_batch_size == 40
-    assert len(found.probes) == 1
+
+def test_a_first_solve_is_sure_and_its_steps_end_it():
+    problem, work = chain_problem(4), SearchWork(0.0, -math.inf, sure_solves=2)
+    for _ in range(2):
+        assert work.is_sure("greedy")
+        solve_s, patience = work.take(problem, "greedy", 1e-9)
+        assert solve_s == OPTIONS.sure_passes * len(problem.graph.ops) / STEPS_PER_S
+        assert patience == math.inf
+    assert not work.is_sure("greedy")
+    assert work.take(problem, "greedy", 0.5) == (0.5, 1.0)
+
+
+def test_a_solver_whose_steps_are_not_counted_is_not_sure():
+    work = SearchWork(1.0, sure_solves=1)
+    assert work.take(chain_problem(4), "auto", 1.0) == (1.0, OPTIONS.patience)
+    assert not work.is_sure("auto")
+    assert work.is_sure("greedy")
+
+
+@pytest.mark.parametrize("start", [1, 7, 300])
+@pytest.mark.parametrize("at_most", [60, 2**40])
+def test_few_predictions_tell_how_far_an_order_reaches(start, at_most):
+    """A peak that follows the size along a line takes few."""
+    asked = []
+
+    def waste(problem, schedule):
+        asked.append(problem.graph.values[0].shape[0])
+        return 0
+
+    one = SizeSearch(
+        chain_problem, Limit(store_all_peak(500)), FakeBackend(allocator_bytes=waste), None,
+        at_most, 0, SearchWork(),
+    )  # fmt: skip
+    order = Schedule.store_all(chain_problem(4).graph)
+    reached = one.largest_fitting(order, min(start, at_most))
+    assert reached == min(at_most, 500) or 0.99 * 500 <= reached <= 500
+    assert len(set(asked)) <= 6
 
 
 def test_steps_from_a_known_order_end_when_none_helps(monkeypatch):

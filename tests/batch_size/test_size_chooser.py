@@ -69,6 +69,15 @@ def test_the_first_size_is_the_one_that_an_order_reaches():
     assert chooser.trained == 100
 
 
+def test_the_first_size_leaves_room_and_the_next_ones_take_it():
+    ran, chooser = sizes_until(1000, 100, first_margin=0.1)
+    assert 88 <= ran[0] <= 90
+    assert chooser.trained >= 100 / (1 + RESOLUTION)
+    wider, (size, _) = chooser_of(100, first_margin=0.1).choose(Scaling(), Limit(LIMIT, 0.2))
+    assert 78 <= size <= 80, "a margin that was asked for is no less"
+    assert wider.corrected(Limit(LIMIT, 0.2), Scaling()).margin == 0.2
+
+
 @pytest.mark.parametrize("largest", [61, 80, 99])
 def test_every_size_is_one_that_the_devices_divide(largest):
     ran, chooser = sizes_until(largest, 104, multiple=8, at_most=160)

@@ -267,7 +267,7 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, deadlin
         assert way.run(BUDGET, deadline_s)[0].peak_bytes <= BUDGET
     else:
         with pytest.raises(ScheduleNotFoundError):
-            way.run(BUDGET, deadline_s, patient=False)
+            way.run(BUDGET, deadline_s, sure=1)
     assert len(asked) == solves
 
 

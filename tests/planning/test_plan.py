@@ -16,6 +16,7 @@ from keras_remat.errors import (
     PlanMismatchError,
 )
 from keras_remat.planning.plan import Plan, load_plan, plan_from_dict
+from keras_remat.units import format_bytes
 
 SIZE = 64
 PROBLEM = chain_problem(SIZE)
@@ -44,6 +45,7 @@ PLANS = {
     "for a card": replace(
         quick_plan(PROBLEM, BUDGET), card="H100", compiled=Usage(1 / 3, 2**53 + 1)
     ),
+    "counts no small array": replace(quick_plan(PROBLEM, BUDGET), smallest_bytes=2**18),
     "no usage, empty": Plan(
         "", 1, Solution(Schedule(()), "x", "feasible", 0.0), Usage(0.0, 0), Usage(0.0, 0)
     ),
@@ -184,3 +186,26 @@ def test_text_has_the_numbers_and_where_they_are_from():
     assert told.overhead == pytest.approx(20 / 16 - 1)
     assert "overhead 25.0% by what the compiler made of it" in str(told)
     assert "1 KiB measured" in str(replace(plan, measured=Usage(1.0, 1024)))
+
+
+@pytest.mark.parametrize("smallest_bytes", [0, 2, SIZE * 1024, SIZE * 1024 + 1])
+def test_what_a_device_does_not_count_is_told_beside_the_peak(smallest_bytes):
+    """All values of the chain have as many bytes; a batch would be one without a producer."""
+    plan = quick_plan(PROBLEM, BUDGET)
+    held = plan.solution.usage.peak_bytes - PROBLEM.profile.resident_bytes
+    plan = replace(
+        plan, smallest_bytes=smallest_bytes, predicted=replace(plan.predicted, peak_bytes=0)
+    )
+    is_told = smallest_bytes > SIZE * 1024
+    assert plan.uncounted_bytes == (held if is_told else 0)
+    for text in (str(plan), plan.summary()):
+        assert ("which the device does not count" in text) == is_told
+        assert (f"up to {format_bytes(held)} in arrays below" in text) == is_told
+    assert replace(plan, problem=None).uncounted_bytes == 0
+
+
+def test_what_is_little_beside_the_peak_is_not_told():
+    plan = replace(quick_plan(PROBLEM, BUDGET), smallest_bytes=2**18)
+    much = replace(plan, predicted=replace(plan.predicted, peak_bytes=10 * plan.uncounted_bytes))
+    assert "does not count" in str(plan)
+    assert "does not count" not in str(much)

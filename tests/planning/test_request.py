@@ -9,6 +9,7 @@ from keras_remat.backends.processes import Processes
 from keras_remat.core.limit import Limit
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.planning import calibrated_solve
 from keras_remat.planning import request as door
 from keras_remat.planning.calibrated_solve import within_budget
 from keras_remat.planning.request import PlanRequest, plan_for
@@ -155,3 +156,55 @@ def test_a_fit_is_not_planned_for_more_than_the_device_has():
         limit = limit_of(backend, FitOptions(2 * backend.memory_bytes))
     assert limit.total_bytes == backend.memory_bytes
     assert limit_of(backend, FitOptions()) == limit
+
+
+class NeverFits(FakeBackend):
+    """Its allocator needs more than any limit, whatever runs."""
+
+    auto_solver = "auto"
+
+    def __init__(self):
+        super().__init__(allocator_bytes=lambda problem, schedule: store_all_peak(64))
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_a_refusal_takes_a_bounded_number_of_solves_where_no_time_is_left(monkeypatch, is_quick):
+    """The quick solver makes all its corrections, the slow one a few; none is asked twice."""
+    asked, real = [], calibrated_solve.solve
+
+    def solve(problem, *, solver, **options):
+        asked.append((solver, problem.budget_bytes))
+        return real(problem, solver="greedy_first", **options)
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    request = asked_for(0.8, NeverFits(), is_quick=is_quick, clock_s=0.0, headroom_bytes=1000)
+    with pytest.raises(ScheduleNotFoundError):
+        plan_for(request)
+    corrections = calibrated_solve.OPTIONS
+    budgets, slow = len(request.budgets_bytes), [at for at in asked if at[0] == "auto"]
+    assert len(slow) <= corrections.sure_corrections * (1 if is_quick else budgets)
+    assert 0 < len(asked) - len(slow) <= corrections.corrections * budgets
+    assert len(set(asked)) == len(asked)
+
+
+def test_the_time_that_is_left_is_shared_by_all_tries(monkeypatch):
+    given, clock = [], {"s": 0.0}
+
+    def within(*arguments, clock_s, **options):
+        given.append(clock_s)
+        clock["s"] += 4.0
+        raise ScheduleNotFoundError(1, 0)
+
+    monkeypatch.setattr("keras_remat.core.deadline.time.perf_counter", lambda: clock["s"])
+    monkeypatch.setattr(door, "within_budget", within)
+    with pytest.raises(ScheduleNotFoundError):
+        plan_for(asked_for(0.8, is_quick=True, clock_s=10.0))
+    assert given == [10.0, 6.0, 2.0]
+
+
+def test_headroom_that_leaves_nothing_above_the_floor_is_given_up_at_once():
+    usable, floor = int(0.8 * store_all_peak(64)), PROBLEM.floor_bytes
+    for left_bytes, count in ((0, 1), (1000, 1), (20_000, 2)):
+        asked = asked_for(0.8, headroom_bytes=usable - floor - left_bytes)
+        assert len(asked.budgets_bytes) == count
+    assert asked_for(0.8).budgets_bytes == (usable,)

@@ -77,8 +77,11 @@ SEARCH_S = 0.5
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """Has the steps and the search of a fit stood in for, where it has such; searches are short."""
-    monkeypatch.setattr(sizes, "OPTIONS", replace(OPTIONS, most_search_s=SEARCH_S))
+    """Has the steps and the search of a fit stood in for, where it has such; searches are short,
+    and nothing is measured that was not predicted."""
+    monkeypatch.setattr(
+        sizes, "OPTIONS", replace(OPTIONS, most_search_s=SEARCH_S, first_margin=0.0)
+    )
     real_step, real_search = driver._step, sizes._searched
 
     def step(fit, *args, **options):

@@ -21,8 +21,8 @@ right until then. What is off is learnt from the steps that are measured
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import NamedTuple
+from collections import Counter, deque
+from typing import Any, NamedTuple
 
 from keras_remat.backends.memory import CalibratedMemory
 from keras_remat.backends.tensorflow.graph import kinds
@@ -34,6 +34,8 @@ from keras_remat.core.schedule import Schedule
 
 #: Steps that are replayed at most; most orders repeat themselves after three.
 _STEPS = 20
+#: Problems whose replays are remembered: a search goes back and forth between a few sizes.
+_REMEMBERED = 4
 
 
 class ReplayedMemory(CalibratedMemory):
@@ -52,10 +54,19 @@ class ReplayedMemory(CalibratedMemory):
         super().__init__(self._replayed_bytes, order_matters=True, restores_after_plain=not on_gpu)
         self.smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
         self._pool: Pool | None = None
-        self._uses: _Uses | None = None  # of the problem asked for last
+        self._uses: deque[_Uses] = deque(maxlen=_REMEMBERED)  # of the problems asked for last
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another process gets: not what is remembered."""
+        return self.__dict__ | {"_uses": deque(maxlen=_REMEMBERED)}
 
     def _replayed_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes, self._pool)
+        uses = self._uses_of(problem)
+        if schedule not in uses.peaks_bytes:
+            uses.peaks_bytes[schedule] = replayed_peak_bytes(
+                uses, schedule, self._region_bytes, self._pool
+            )
+        return uses.peaks_bytes[schedule]
 
     def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the peak in an unknown pool, since Keras's own step leaves variables
@@ -72,12 +83,16 @@ class ReplayedMemory(CalibratedMemory):
         if pool is None or (before and before.shows_more_than(pool)):
             return
         self._pool = pool
+        self._uses.clear()
         self.forget()
 
     def _uses_of(self, problem: Problem) -> _Uses:
-        if self._uses is None or self._uses.problem is not problem:
-            self._uses = _Uses(problem, self.smallest_bytes)
-        return self._uses
+        """Returns the uses of a problem, whatever its budget is."""
+        for uses in self._uses:
+            if uses.problem.graph is problem.graph and uses.problem.profile is problem.profile:
+                return uses
+        self._uses.append(_Uses(problem, self.smallest_bytes))
+        return self._uses[-1]
 
 
 def replayed_peak_bytes(
@@ -190,11 +205,16 @@ class _Run(NamedTuple):
 
 
 class _Uses:
-    """Holds what the ops of a graph do with the pool, worked out once for all schedules."""
+    """Holds what the ops of a graph do with the pool, worked out once for all schedules.
+
+    Attributes:
+        peaks_bytes: schedule → its peak in the pool that is known.
+    """
 
     def __init__(self, problem: Problem, smallest_bytes: int):
         graph, values = problem.graph, problem.graph.values
         self.problem, self.smallest_bytes = problem, smallest_bytes
+        self.peaks_bytes: dict[Schedule, int] = {}
         large = [
             max(1, smallest_bytes) <= value.nbytes and value.producer is not None
             for value in values
