@@ -94,11 +94,11 @@ def _child(limit_mib: float) -> None:
 
 
 @contextmanager
-def _beside(count: int) -> Iterator[None]:
+def beside(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Keeps so many processes busy."""
     busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
     try:
-        yield
+        yield busy
     finally:
         for process in busy:
             process.kill()
@@ -125,7 +125,7 @@ def _measure(allocator: str, busy: int, given: argparse.Namespace) -> dict[str, 
     row: dict[str, Any] = {"allocator": allocator, "busy": busy, "limit": given.limit}
     words = ["--child", "--limit", given.limit]
     try:
-        with _beside(busy):
+        with beside(busy):
             row |= row_of("busy.py", *words, timeout_s=given.timeout, **ALLOCATORS[allocator])
     except Failed as error:
         return row | {"error": str(error)}

@@ -17,6 +17,7 @@ from fake_backend import (
 )
 from fake_fit import PLAIN, SIZE, TIGHT, driven, options, train
 
+from keras_remat.core import deadline
 from keras_remat.errors import (
     InfeasibleBudgetError,
     ScheduleNotFoundError,
@@ -56,7 +57,8 @@ def test_set_up_improves_the_first_plan_for_a_bounded_time_that_is_told(monkeypa
         left.append(clock_s)
 
     note_solves(monkeypatch, note)
-    monkeypatch.setattr(fit_state, "time", SimpleNamespace(perf_counter=lambda: clock["s"]))
+    for module in (fit_state, deadline):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock["s"]))
     trainer, report = driven(FakeBackend(), options())
     assert trainer.fit.setup_left_s(0.1) == 20.0
     train(trainer, 1)

@@ -1,0 +1,44 @@
+"""What the benchmark of a busy machine demands of its rows."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+pytestmark = pytest.mark.skipif(
+    not BENCHMARKS.exists(), reason="an installed package has no benchmarks beside it"
+)
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("busy")
+
+
+def row(count, batch, over=0, **more):
+    return {"allocator": "BFC", "busy": count, "batch": batch, "over": over, **more}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row(0, 60), row(4, 57), row(8, 63)], []),
+        ([row(0, 60), row(4, 56)], ["BFC beside 4: a batch of 56, and 60 alone"]),
+        ([row(0, 60, over=2)], ["BFC beside 0: 2 steps over the limit"]),
+        ([row(4, 20)], []),
+        (
+            [row(0, 60), {"allocator": "BFC", "busy": 4, "error": "not done after 9 s"}],
+            ["BFC beside 4: not done after 9 s"],
+        ),
+    ],
+)
+def test_a_busy_machine_finds_what_it_finds_alone(busy, rows, said):
+    assert busy.failures(rows) == said
+
+
+def test_processes_that_keep_the_machine_busy_end_with_the_row(busy):
+    with busy.beside(2) as processes:
+        assert [process.poll() for process in processes] == [None, None]
+    assert all(process.poll() is not None for process in processes)
