@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,37 @@ def build(model: Any, batch: Any) -> None:
     except Exception:
         model.built = was_built
         raise
+
+
+@contextmanager
+def seed_generator_in_place() -> Iterator[None]:
+    """Makes Keras's generator of seeds of the whole program first, where there is none yet: what
+    draws from it inside would make it of stand-ins for arrays. If nothing draws from it, it goes
+    again, and what Python drew for it is given back."""
+    from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
+
+    name = seed_generator.GLOBAL_SEED_GENERATOR
+    if global_state.get_global_attribute(name) is not None:
+        yield
+        return
+    before = random.getstate()
+    generator = seed_generator.global_seed_generator()
+    is_used = False
+
+    def drawn(**options: Any) -> Any:
+        nonlocal is_used
+        is_used = True
+        return type(generator).next(generator, **options)
+
+    generator.next = drawn
+    try:
+        yield
+    finally:
+        del generator.next
+        if not is_used:
+            global_state.set_global_attribute(name, None)
+            random.setstate(before)
 
 
 def masks(arrays: Any) -> list[Any]:

@@ -152,6 +152,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         training_mode(model),
         watched_micro_batches(model, micro_batches, private.without_modes) as differences,
         _explained(),
+        keras_private.seed_generator_in_place(),
     ):
         logs = _recorded(recorder, seeds, places, stand_ins, data, step)
     results = [leaf.number for leaf in keras.tree.flatten(logs) if isinstance(leaf, Ref)]
