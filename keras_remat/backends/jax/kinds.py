@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_remat.backends.tables import names
-from keras_remat.backends.xla.fusion import Equation, Kinds
+from keras_remat.backends.xla.fusion import Equation, Kinds, on_gpu
 from keras_remat.core.target import Target
 
 CONVOLUTION = "conv_general_dilated"
@@ -51,27 +51,15 @@ POOLING_PIECES = 8
 other, so the numbers stay the same to the bit."""
 
 
-GPU_KINDS = replace(
+GPU_KINDS = on_gpu(
     KINDS,
-    cheap=KINDS.cheap | names("logistic concatenate"),
-    expensive=KINDS.expensive - names("logistic"),
-    reductions=KINDS.reductions
-    | names("reduce_window_max reduce_window_min reduce_window_sum")
-    | {POOLING_GRADIENT},
-    transposing=frozenset(),
-    in_tuples=frozenset({CONVOLUTION, KERNEL_GRADIENT}),
-    moving=KINDS.moving | names("concatenate"),
-    cut=names("slice"),
+    sigmoids=names("logistic"),
     joining=names("concatenate"),
+    pooling=names("reduce_window_max reduce_window_min reduce_window_sum"),
     pooling_gradients={POOLING_GRADIENT: 1},
+    in_tuples=frozenset({CONVOLUTION, KERNEL_GRADIENT}),
+    cut=names("slice"),
 )
-"""On a GPU: pooling and concatenation take what they read into their own loops. What is joined is
-computed again in each reader that can take it, and so is a sigmoid, of which swish makes its result
-and its gradient (``benchmarks/cards.py`` on an H100: DenseNet121's plan for half took 57 % less
-than predicted before that was known, and 3 % less since; EfficientNetB0's for 0.35 10 and 3 %).
-cuDNN reads an image as it lies and returns a tuple; and the gradient of pooling becomes a search
-for the largest elements of the forward image, which needs no gradient and could start at any
-time."""
 
 TRITON_CAPABILITY = (8, 0)
 """From here on XLA:GPU writes matrix products itself, and cards have units for bfloat16; cuBLAS

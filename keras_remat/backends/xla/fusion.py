@@ -33,7 +33,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -147,6 +147,50 @@ class Kinds:
     def elementwise(self) -> frozenset[str]:
         """Returns the operations that make one element of the result of one of each operand."""
         return (self.cheap | self.expensive) - self.moving
+
+
+def on_gpu(
+    kinds: Kinds,
+    *,
+    sigmoids: frozenset[str],
+    joining: frozenset[str],
+    pooling: frozenset[str],
+    pooling_gradients: Mapping[str, int],
+    in_tuples: frozenset[str],
+    cut: frozenset[str],
+) -> Kinds:
+    """Returns the names with what XLA:GPU does to them.
+
+    Pooling and concatenation take what they read into their own loops. What is joined is computed
+    again in each reader that can take it, and so is a sigmoid, of which swish makes its result and
+    its gradient (``benchmarks/cards.py`` on an H100, JAX: DenseNet121's plan for half took 57 %
+    less than predicted before that was known, and 3 % less since; EfficientNetB0's for 0.35 10 and
+    3 %). cuDNN reads an image as it lies and returns a tuple; and the gradient of pooling becomes a
+    search for the largest elements of the forward image, which needs no gradient and could start at
+    any time.
+
+    Args:
+        kinds: what XLA:CPU does to them.
+        sigmoids: logistic functions.
+        joining: concatenations.
+        pooling: forward pooling, and gradients of an average.
+        pooling_gradients: see :class:`Kinds`.
+        in_tuples: calls of cuDNN's.
+        cut: see :class:`Kinds`.
+    """
+    again = sigmoids | joining
+    return replace(
+        kinds,
+        cheap=kinds.cheap | again,
+        expensive=kinds.expensive - again,
+        reductions=kinds.reductions | pooling | pooling_gradients.keys(),
+        transposing=frozenset(),
+        in_tuples=in_tuples,
+        moving=kinds.moving | joining,
+        cut=cut,
+        joining=joining,
+        pooling_gradients=pooling_gradients,
+    )
 
 
 MAX_COPIED_CHAIN = 48

@@ -1,19 +1,31 @@
-"""Which results of a plan an optimization barrier has to hold, so that they exist on a GPU.
+"""What a plan's order needs on a GPU so that XLA keeps to it: which results a barrier has to hold,
+which ops must not share a kernel, and when weights are updated.
 
-XLA:GPU computes an elementwise value, or a slice, inside of the kernels that read it, however late
-those come, and until then keeps what the value is made of. Where a plan computes such a value to
-let go of something, and a product or a convolution comes before it is read, it is held: then it
-exists when the plan says so. The gradient of a skip connection is such a value, a slice of the
-gradient of a concatenation three times as large.
+**Held.** XLA:GPU computes an elementwise value, or a slice, inside of the kernels that read it,
+however late those come, and until then keeps what the value is made of. Where a plan computes such
+a value to let go of something, and a product or a convolution comes before it is read, it is held:
+then it exists when the plan says so. The gradient of a skip connection is such a value, a slice of
+the gradient of a concatenation three times as large.
+
+**Apart.** XLA:GPU computes several elementwise values of one operand in one kernel, where none
+needs another. A ReLU that runs again for the gradient of a kernel and the ReLU's own gradient are
+such values. A plan has let go of the first before it computes the second. In one kernel both exist,
+and with them what the second was computed from.
+
+**Updates.** A scheduler that counts bytes puts an update off: it makes three arrays of a weight's
+size (the weight and two moments) and lets go of one, its gradient. That they are written over old
+ones is not counted. So large gradients wait to the end of the step, unless what follows waits for
+the update.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from keras_remat.backends.xla.fusion import HELD_BYTES, Kinds
-from keras_remat.core.graph import Graph
+from keras_remat.core.graph import FORWARD, UPDATE, Graph
 
 
 def waiting(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
@@ -71,4 +83,69 @@ def read_from_memory(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozen
         if op.kind not in fusible:
             found.update(made[value] for value in op.inputs if value in made)
         made.update(dict.fromkeys(op.outputs, at))
+    return frozenset(found)
+
+
+def apart(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
+    """Returns the positions of an order that must not run in one kernel with an earlier one, which
+    runs again.
+
+    Args:
+        graph, order, kinds: as of :func:`waiting`.
+    """
+    values, inside = graph.values, kinds.elementwise | kinds.cut
+    made: dict[int, int] = {}  # value → where it was computed last
+    last: dict[int, int] = {}  # position → where its result is read last
+    siblings: dict[tuple[int, int], list[int]] = defaultdict(list)
+    again: set[int] = set()
+    seen: set[int] = set()
+    for at, op_id in enumerate(order):
+        op = graph.ops[op_id]
+        size = max((values[v].nbytes for v in op.outputs), default=0)
+        last.update((made[v], at) for v in op.inputs if v in made)
+        if op.kind in inside and len(op.outputs) == 1 and size >= HELD_BYTES:
+            for v in op.inputs:
+                if v in made and values[v].nbytes * 8 >= size:
+                    siblings[v, made[v]].append(at)
+        if op_id in seen:
+            again.add(at)
+        seen.add(op_id)
+        made.update(dict.fromkeys(op.outputs, at))
+    return frozenset(
+        later
+        for readers in siblings.values()
+        for later in readers
+        if any(at in again and last.get(at, later) < later for at in readers)
+    )
+
+
+def updated_early(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
+    """Returns the order with updates as early as they can run: behind what they read and all that
+    reads what they overwrite.
+
+    Args:
+        graph, order: as of :func:`waiting`.
+    """
+    runs, moved = Counter(order), _of_updates(graph)
+    last = {op_id: at for at, op_id in enumerate(order)}
+    made: dict[int, int] = {}  # value → where it is computed
+    places = []
+    for at, op_id in enumerate(order):
+        op, place = graph.ops[op_id], at
+        if op_id in moved and runs[op_id] == 1:
+            before = [made[v] for v in op.inputs if v in made] + [last[o] for o in op.after]
+            place = last[op_id] = max(before, default=-1)
+        made.update(dict.fromkeys(op.outputs, place))
+        places.append((place, at))
+    return tuple(order[at] for _, at in sorted(places))
+
+
+def _of_updates(graph: Graph) -> frozenset[int]:
+    """Returns the updates, and what the forward phase computes for them alone, such as a rate."""
+    found: set[int] = set()
+    for op in reversed(graph.ops):
+        readers = [reader for v in op.outputs for reader in graph.readers[v]]
+        for_them = op.phase == FORWARD and bool(readers) and found.issuperset(readers)
+        if op.phase == UPDATE or for_them:
+            found.add(op.id)
     return frozenset(found)

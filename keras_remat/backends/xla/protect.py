@@ -77,9 +77,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from keras_remat.backends.xla.fused_graph import FusedStep
+from keras_remat.backends.xla.fused_graph import SMALL_STATE_BYTES, FusedStep
 from keras_remat.backends.xla.fusion import HELD_BYTES, Equation, Kinds
-from keras_remat.backends.xla.holding import read_from_memory, waiting
+from keras_remat.backends.xla.holding import apart, read_from_memory, updated_early, waiting
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.core.slices import Origin
 
@@ -233,6 +233,8 @@ class Run:
         self._part, self._part_trigger = 0, 0  # what runs, and the first trigger that it waits for
         self._of_part: list[int] = []  # ops of it that ran
         self._early = set(early)
+        self._updates: list[int] = []  # numbers of large new weights that nothing waits for yet
+        self._gradients: set[int] = set()  # numbers of what updates have read
         self._since: list[int] = []  # ops that ran for the first time since the last trigger
         self._pins: list[Any] = []  # what the next trigger reads beside the newest results
         self._condition: Any = None
@@ -252,21 +254,28 @@ class Run:
 
     def order(self, order: Sequence[int]) -> None:
         """Runs a whole order."""
-        holds = self._writing is not Writing.LOOSE and self._writer.uses_barriers
-        held = waiting(self._graph, order, self._kinds) if holds else ()
+        alone: frozenset[int] = frozenset()
+        held: frozenset[int] = frozenset()
+        if self._keeps_order:
+            order = updated_early(self._graph, order)
+            held = waiting(self._graph, order, self._kinds)
+            alone = apart(self._graph, order, self._kinds)
         exist: frozenset[int] = frozenset()
         if self._writing is Writing.HELD:
             exist = read_from_memory(self._graph, order, self._kinds)
         for at, op_id in enumerate(order):
-            self.op(op_id, waits=at in held, exists=at in exist)
+            self.op(op_id, waits=at in held, exists=at in exist, is_alone=at in alone)
 
-    def op(self, op_id: int, *, waits: bool = False, exists: bool = False) -> None:
+    def op(
+        self, op_id: int, *, waits: bool = False, exists: bool = False, is_alone: bool = False
+    ) -> None:
         """Runs one position of an order.
 
         Args:
             op_id: what runs.
             waits: whether its result has to exist before it is read.
             exists: whether it is known to exist without a barrier.
+            is_alone: whether it must not run in one kernel with an earlier op.
         """
         op = self._graph.ops[op_id]
         again = op_id in self._ran
@@ -277,7 +286,8 @@ class Run:
         if self._writer.uses_branches and not kinds.isdisjoint(self._kinds.random):
             results = self._random(op_id)
         else:
-            results = self._chain(op_id, again)
+            follows = is_alone or (self._keeps_order and self._overwrites(op_id))
+            results = self._chain(op_id, again, follows)
             if self._writer.uses_barriers:
                 fills = bool(self._origins) and self._origins[op_id].role in _FILLS
                 self._hold(op_id, results, waits=waits or fills, exists=exists)
@@ -291,7 +301,43 @@ class Run:
         if not again and op.phase != UPDATE and not early:
             self._since.append(op_id)
             self._of_part.append(op_id)
+        if op.phase == UPDATE and self._keeps_order:
+            self._take_update(op_id)
         self._ran[op_id] = self._trigger
+
+    @property
+    def _keeps_order(self) -> bool:
+        """Returns whether XLA is kept from putting things off or together on a GPU."""
+        return self._writing is not Writing.LOOSE and self._writer.uses_barriers
+
+    def _overwrites(self, op_id: int) -> bool:
+        """Returns whether an op writes a large weight over the one that other phases read. In
+        place it can do that when those are through."""
+        op = self._graph.ops[op_id]
+        return (
+            op.phase == UPDATE
+            and any(self._graph.ops[reader].phase != UPDATE for reader in op.after)
+            and any(self._program.sizes[self._numbers[v]] >= SMALL_STATE_BYTES for v in op.outputs)
+        )
+
+    def _waits_for_update(self, op_id: int, equation: Equation, again: bool) -> bool:
+        """Returns whether an equation waits for the new weights that nothing waits for yet: one of
+        the backward phase whose guard is no copy of something large."""
+        if not self._updates or again or self._graph.ops[op_id].phase != BACKWARD:
+            return False
+        sizes = self._program.sizes
+        least = min(sizes[number] for number in equation.reads)
+        made = max(sizes[number] for number in equation.outputs)
+        return equation.kind in self._kinds.elementwise or least * 8 <= made
+
+    def _take_update(self, op_id: int) -> None:
+        """Has what follows wait for an update, and not for the gradient that it reads: XLA would
+        lay that otherwise than the weight, and the update would not be in place."""
+        op, sizes = self._graph.ops[op_id], self._program.sizes
+        read = (self._numbers[v] for v in op.inputs)
+        self._gradients.update(n for n in read if sizes[n] >= SMALL_STATE_BYTES)
+        if self._overwrites(op_id):
+            self._updates += [self._numbers[v] for v in op.outputs]
 
     def _begin_part(self, origin: Origin) -> None:
         """Has a later part wait for all that the one before left behind."""
@@ -375,8 +421,9 @@ class Run:
         large = [v for v in op.inputs if sizes[self._numbers[v]] * 8 >= sizes[number]]
         return len(large) > 1 and all(e.kind in self._kinds.elementwise for e in makers)
 
-    def _chain(self, op_id: int, again: bool) -> dict[int, _Value]:
-        """Runs the equations of one op, protected where they run for the second time."""
+    def _chain(self, op_id: int, again: bool, follows: bool) -> dict[int, _Value]:
+        """Runs the equations of one op, protected where they run for the second time, or where it
+        follows what has run so far."""
         phase = self._graph.ops[op_id].phase
         inner: dict[int, _Value] = {}
         for at in self._handles[op_id]:
@@ -386,6 +433,9 @@ class Run:
                 for a in equation.inputs
             ]
             if self._guardable(equation):
+                if follows or self._waits_for_update(op_id, equation, again):
+                    self._guard_cheapest(equation, inputs)
+                    follows = False
                 if again or phase == BACKWARD:
                     self._keep_copies_apart(at, equation, inputs, again)
                 if again and not self._waits(op_id, inputs):
@@ -528,10 +578,11 @@ class Run:
     ) -> None:
         """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops old,
         and older where it shall not be made ``anew``."""
-        if (anew and self._since) and (
+        if (anew and (self._since or self._updates)) and (
             self._condition is None
             or self._condition_phase == FORWARD
             or len(self._since) >= stale_ops
+            or self._updates
         ):
             self._new_trigger()
         if self._condition is None:
@@ -567,7 +618,7 @@ class Run:
         be what is forgotten, and would be held for nothing.
         """
         read = {v for op_id in self._since for v in self._graph.ops[op_id].inputs}
-        numbers = {self._numbers[v] for v in read}
+        numbers = {self._numbers[v] for v in read} | self._gradients
         for at in (at for op_id in self._since for at in self._handles[op_id]):
             outputs = self._program.equations[at].outputs
             if not numbers.isdisjoint(outputs):
@@ -582,11 +633,13 @@ class Run:
         left = [v for v in allowed if self._numbers[v] not in numbers]
         if len(allowed) < len(made):  # what is left may be just what must not be waited for
             left = left or allowed[-1:]
-        if left:
+        if left or self._updates:
             newest = [self._env[self._numbers[v]].written for v in left[-(most or len(left)) :]]
-            triggers = [*newest, *self._pins]
+            updated = [self._writer.hold(self._env[number].written) for number in self._updates]
+            triggers = [*newest, *updated, *self._pins]
             self._condition = self._writer.never(triggers, in_branch=self._writer.uses_branches)
-            self._pins = []
-            self._condition_phase = self._graph.ops[self._since[-1]].phase
+            self._pins, self._updates = [], []
+            if self._since:
+                self._condition_phase = self._graph.ops[self._since[-1]].phase
             self._guards, self._trigger = {}, self._trigger + 1
         self._since = []

@@ -18,8 +18,9 @@ from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.jax.writer import GpuWriter
 from keras_remat.backends.versions import check_card_compiler
+from keras_remat.backends.xla import protect
 from keras_remat.backends.xla.module_costs import costs
-from keras_remat.backends.xla.protect import Writing
+from keras_remat.backends.xla.protect import Run, Writing
 from keras_remat.cards.table import CARDS, card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -193,6 +194,36 @@ def test_copies_of_queries_keys_values_and_scores_are_not_kept(compiler, monkeyp
     assert waiting < 1.08 * (simulate(problem, order).peak_bytes - resident)
     monkeypatch.setattr(GpuWriter, "copied", lambda self, at: ())
     assert waiting < Step(traced, order, Writing.LOOSE).added_bytes
+
+
+def pooled():
+    """Two blocks of convolutions and max pooling, and dense layers whose kernels are most of what a
+    tight plan holds."""
+    inputs = x = layers.Input((32, 32, 3))
+    for filters in (32, 64):
+        for _ in range(2):
+            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        x = layers.MaxPooling2D()(x)
+    x = layers.Dense(2048, activation="relu")(layers.Flatten()(layers.MaxPooling2D(2)(x)))
+    return inputs, layers.Dense(10)(layers.Dense(2048, activation="relu")(x)), 64
+
+
+@pytest.mark.card
+def test_gradients_of_dense_kernels_do_not_wait_for_the_end_of_the_step(compiler, monkeypatch):
+    """Nor does a ReLU that runs again share a kernel with its gradient."""
+    model, batch = built(pooled, "float32")
+    traced = trace(model, batch, target=card("H100"))
+    problem = Problem(traced.graph, estimated_profile(traced))
+    resident = problem.profile.resident_bytes
+    most = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes - resident
+    tight = problem.with_budget(resident + int(0.6 * most))
+    order = solve(tight, solver="greedy", time_limit_s=10.0).schedule
+    simulated = simulate(problem, order).peak_bytes - resident
+    kept = Step(traced, order, Writing.HELD).added_bytes
+    assert kept < 1.08 * simulated
+    monkeypatch.setattr(Run, "_overwrites", lambda self, op_id: False)
+    monkeypatch.setattr(protect, "updated_early", lambda graph, order: order)
+    assert Step(traced, order, Writing.HELD).added_bytes > 1.1 * kept
 
 
 def swish():

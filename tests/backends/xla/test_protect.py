@@ -15,11 +15,11 @@ SMALL = SMALL_RESULT_BYTES - 1
 
 def ran(
     program, order=None, *,
-    uses_branches=False, uses_barriers=False, early=(), kinds=KINDS, copied=(),
+    uses_branches=False, uses_barriers=False, early=(), kinds=KINDS, copied=(), state=(),
 ):  # fmt: skip
     """Runs an order of ops; returns the outputs, and the writer."""
     backward = lambda equation: equation.scope == "backward"  # noqa: E731
-    graph, numbers, handles = fused_graph(program, kinds, (), backward)
+    graph, numbers, handles = fused_graph(program, kinds, state, backward)
     writer = TextWriter(
         program, uses_branches=uses_branches, uses_barriers=uses_barriers, copied=copied
     )
@@ -246,6 +246,47 @@ def test_what_a_guard_would_compute_again_is_held():
     assert writer.guarded == ["hold(reshape(add(dot(x0), x1)))"]
     _, writer = ran(program, order)
     assert writer.guarded == ["reshape(add(dot(x0), x1))"]
+
+
+def trained():
+    """A product with a weight, its gradient, the update of a moment and of the weight, the gradient
+    of its input, and what reads that; with the state."""
+    program = FlatProgram(LARGE, LARGE, LARGE)
+    made = program.add("dot", 0, 1)
+    gradient = program.add("dot", 0, made, scope="backward")
+    moment = program.add("add", 2, gradient)
+    back = program.add("dot", made, 1, scope="backward")
+    after = program.add("exp", back, scope="backward")
+    weight = program.add("add", 1, moment)
+    return program.returns(moment, weight, after), ((1, weight), (2, moment))
+
+
+def test_what_follows_an_update_waits_for_it_on_a_gpu():
+    """And the update for all that reads the old weight, so that it is written in place."""
+    program, state = trained()
+    (moment, weight, after), writer = ran(program, uses_barriers=True, state=state)
+    back = "dot(guard(dot(x0, x1) | never(dot(x0, x1))), x1)"
+    assert weight.text == f"add(guard(x1 | never({back})), {moment.text})", "no gradient in it"
+    assert after.text == f"exp(guard({back} | never(hold({weight.text}))))"
+    assert writer.guarded[-2:] == ["x1", back]
+    _, writer = ran(program, state=state, uses_branches=True)
+    assert not {"x1", back}.intersection(writer.guarded)
+
+
+def test_what_would_share_a_kernel_with_what_runs_again_waits_for_it():
+    program = FlatProgram(LARGE)
+    made = program.add("dot", 0)
+    cut = program.add("add", made)
+    call = program.add("call", cut)
+    read = program.add("dot", call, cut, scope="backward")
+    back = program.add("dot", call, call, scope="backward")
+    gradient = program.add("add", made, back, scope="backward")
+    program.returns(read, program.add("call", gradient, scope="backward"))
+    (read, out), _ = ran(program, [0, 1, 2, 1, 3, 4, 5, 6], uses_barriers=True)
+    assert out.text.startswith("call(add(guard(dot(x0) | never(dot(")
+    assert read.text in out.text, "what is waited for waits for the copy's reader"
+    (_, out), _ = ran(program, uses_barriers=True)
+    assert out.text.startswith("call(add(dot(x0), ")
 
 
 def test_the_image_of_a_pooling_gradient_is_guarded():

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from keras_remat.backends.tables import names
 from keras_remat.backends.tensorflow.graph.kinds import MATMULS
-from keras_remat.backends.xla.fusion import Kinds
+from keras_remat.backends.xla.fusion import Kinds, on_gpu
 from keras_remat.core.target import Target
 
 _VIEWS = names("EnsureShape ExpandDims Identity Reshape Squeeze Transpose")
@@ -60,18 +60,15 @@ KERNEL_GRADIENTS = KINDS.transposing
 POOLING_GRADIENTS = {"MaxPoolGrad": 0, "MaxPool3DGrad": 0}
 """Gradients of max pooling, and which of their inputs is the image."""
 
-GPU_KINDS = replace(
+GPU_KINDS = on_gpu(
     KINDS,
-    reductions=KINDS.reductions
-    | names("AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad ConcatV2 MaxPool MaxPool3D")
-    | POOLING_GRADIENTS.keys(),
-    transposing=frozenset(),
-    in_tuples=FORWARD_CONVOLUTIONS | INPUT_GRADIENTS | KERNEL_GRADIENTS,
+    sigmoids=names("Sigmoid"),
+    joining=names("ConcatV2"),
+    pooling=names("AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad MaxPool MaxPool3D"),
     pooling_gradients=POOLING_GRADIENTS,
+    in_tuples=FORWARD_CONVOLUTIONS | INPUT_GRADIENTS | KERNEL_GRADIENTS,
+    cut=names("Slice StridedSlice"),
 )
-"""On a GPU: pooling and concatenation take what they read into their own loops; cuDNN reads an
-image as it lies and returns a tuple; and the gradient of pooling becomes a search for the largest
-elements of the forward image, which needs no gradient and could start at any time."""
 
 TRITON_CAPABILITY = (8, 0)
 """From here on XLA:GPU writes matrix products itself; cuBLAS returns a tuple, too."""

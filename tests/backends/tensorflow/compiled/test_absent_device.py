@@ -78,6 +78,45 @@ def test_a_plan_takes_what_the_compiler_of_a_card_says(made):
     assert plan.measured is None
 
 
+def joined():
+    """Convolutions with batch normalization and swish whose results are joined, with a batch of
+    32."""
+    keras.utils.set_random_seed(0)
+    inputs = x = layers.Input((32, 32, 8))
+    for _ in range(4):
+        h = layers.Activation("silu")(layers.BatchNormalization()(x))
+        x = layers.Concatenate()([x, layers.Conv2D(8, 3, padding="same", use_bias=False)(h)])
+    model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, (np.zeros((32, 32, 32, 8), "float32"), np.zeros(32, "int32"))
+
+
+def test_sigmoids_and_what_is_joined_do_not_exist_on_a_card(monkeypatch):
+    """As on JAX: each reader computes them again."""
+    monkeypatch.setattr(compiled, "CardCompiler", lambda: None)
+    model, batch = joined()
+    made = {}
+    for target in (None, card("H100")):
+        (backend,) = load_backends(model, "compiled", target)
+        ops = backend.trace(model, batch).graph.ops
+        made[target] = sum(op.kind in ("Sigmoid", "ConcatV2") for op in ops)
+    assert made == {None: 8, card("H100"): 0}
+
+
+@pytest.mark.card
+def test_sigmoids_and_what_is_joined_are_not_kept():
+    needs_compiler()
+    model, batch = joined()
+    target = card("H100")
+    (backend,) = load_backends(model, "auto", target)
+    step = planning.traced_model(backend, model, batch, "1GiB", 0.0, "estimated", 0, target)
+    problem, store_all = step.problem, Schedule.store_all(step.problem.graph)
+    resident = problem.profile.resident_bytes
+    simulated = simulate(problem, store_all).peak_bytes - resident
+    lowered = backend.memory.compiled_peak_bytes(problem, store_all) - resident
+    assert 0.8 * simulated <= lowered <= 1.1 * simulated
+
+
 @pytest.fixture
 def simulated_compiler(monkeypatch):
     """Stands in for the compiler of cards: what is simulated."""

@@ -1,0 +1,50 @@
+"""What a plan's order needs on a GPU: which ops must not share a kernel, and when weights are
+updated."""
+
+from dataclasses import replace
+
+from flat_program import KINDS, LARGE
+from graph_builder import Builder
+
+from keras_remat.backends.xla.holding import apart, updated_early
+from keras_remat.core.graph import BACKWARD, UPDATE
+
+
+def relu():
+    """A product, a sum of it, what reads the sum, and another sum of the product."""
+    b = Builder()
+    made = b.add("dot", LARGE)
+    cut = b.add("add", LARGE, (made,))
+    read = b.add("call", LARGE, (cut,))
+    other = b.add("add", LARGE, (made,), phase=BACKWARD)
+    return b.problem((read, b.add("call", LARGE, (other,), phase=BACKWARD))).graph
+
+
+def test_what_reads_the_value_of_one_that_ran_again_and_is_let_go_runs_alone():
+    graph = relu()
+    assert apart(graph, [0, 1, 1, 2, 3, 4], KINDS) == {4}
+    assert not apart(graph, [0, 1, 2, 3, 4], KINDS), "XLA cannot bring the phases together"
+    assert not apart(graph, [0, 1, 1, 3, 2, 4], KINDS), "both are there at one time"
+    assert not apart(graph, [0, 1, 1, 2, 0, 3, 4], KINDS), "it reads another copy"
+
+
+def test_small_values_share_a_kernel():
+    graph = relu()
+    small = replace(graph, values=tuple(replace(v, nbytes=4) for v in graph.values))
+    assert not apart(small, [0, 1, 1, 2, 3, 4], KINDS)
+
+
+def test_weights_are_updated_behind_what_reads_the_old_ones():
+    """A rate that only updates need comes first; what waits for nothing stays where it is."""
+    b = Builder()
+    first = b.add("dot", LARGE)  # 0
+    gradient = b.add("dot", LARGE, (first,), phase=BACKWARD)  # 1
+    moment = b.add("add", 0, (gradient,), phase=UPDATE)  # 2
+    back = b.add("dot", LARGE, (first,), phase=BACKWARD)  # 3
+    last = b.add("call", LARGE, (back,), phase=BACKWARD)  # 4
+    rate = b.add("exp", 4)  # 5
+    weight = b.add("add", 0, (moment, rate), phase=UPDATE, after=(3,))  # 6
+    loss = b.add("sum", 4, (first,))  # 7
+    graph = b.problem((moment, weight, last, loss)).graph
+    assert updated_early(graph, range(8)) == (5, 0, 1, 2, 3, 6, 4, 7)
+    assert updated_early(graph, [0, 1, 2, 3, 4, 3, 5, 6, 7]) == (5, 0, 1, 2, 3, 4, 3, 6, 7)
