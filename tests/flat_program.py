@@ -86,6 +86,9 @@ class TextWriter:
     def may_trigger(self, number):
         return True
 
+    def keeps_layout(self, number):
+        return True
+
     def literal(self, atom):
         return atom
 

@@ -62,6 +62,9 @@ class JaxWriter:
     def may_trigger(self, number: int) -> bool:
         return True
 
+    def keeps_layout(self, number: int) -> bool:
+        return True
+
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
         with jax.named_scope(equation.scope):
@@ -166,6 +169,10 @@ class GpuWriter(JaxWriter):
     def copied(self, at: int) -> Sequence[int]:
         equation = self._program.equations[at]
         return copied_operands(equation, self._target)
+
+    def keeps_layout(self, number: int) -> bool:
+        value = self._program.avals[number]
+        return value.ndim != IMAGE_RANK or not is_channels_first(value.dtype, self._target)
 
     def hold(self, value: Any) -> Any:
         if value.ndim == IMAGE_RANK and is_channels_first(value.dtype, self._target):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from keras_remat.backends.xla.fusion import HELD_BYTES, Kinds
 from keras_remat.core.graph import FORWARD, UPDATE, Graph
@@ -119,14 +119,16 @@ def apart(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
     )
 
 
-def updated_early(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
+def updated_early(graph: Graph, order: Sequence[int], updates: Collection[int]) -> tuple[int, ...]:
     """Returns the order with updates as early as they can run: behind what they read and all that
     reads what they overwrite.
 
     Args:
         graph, order: as of :func:`waiting`.
+        updates: ids of the ops that are moved, with what the forward phase computes for updates
+            alone, such as a rate.
     """
-    runs, moved = Counter(order), _of_updates(graph)
+    runs, moved = Counter(order), _of_updates(graph).union(updates) if updates else ()
     last = {op_id: at for at, op_id in enumerate(order)}
     made: dict[int, int] = {}  # value → where it is computed
     places = []
@@ -141,11 +143,11 @@ def updated_early(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _of_updates(graph: Graph) -> frozenset[int]:
-    """Returns the updates, and what the forward phase computes for them alone, such as a rate."""
+    """Returns what the forward phase computes for updates alone."""
     found: set[int] = set()
+    updates = {op.id for op in graph.ops if op.phase == UPDATE}
     for op in reversed(graph.ops):
         readers = [reader for v in op.outputs for reader in graph.readers[v]]
-        for_them = op.phase == FORWARD and bool(readers) and found.issuperset(readers)
-        if op.phase == UPDATE or for_them:
+        if op.phase == FORWARD and readers and all(r in updates or r in found for r in readers):
             found.add(op.id)
     return frozenset(found)

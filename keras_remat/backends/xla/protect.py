@@ -134,6 +134,10 @@ class Writer(Protocol):
     def may_trigger(self, number: int) -> bool:
         """Returns whether a number may be read for a trigger."""
 
+    def keeps_layout(self, number: int) -> bool:
+        """Returns whether a weight's gradient is laid as the weight, so that the update is in
+        place; else new moments wait for a copy, and the later they are made the better."""
+
     def literal(self, atom: Any) -> Any:
         """Returns a literal as an input of its equation."""
 
@@ -257,7 +261,8 @@ class Run:
         alone: frozenset[int] = frozenset()
         held: frozenset[int] = frozenset()
         if self._keeps_order:
-            order = updated_early(self._graph, order)
+            updates = [op.id for op in self._graph.ops if self._overwrites(op.id)]
+            order = updated_early(self._graph, order, updates)
             held = waiting(self._graph, order, self._kinds)
             alone = apart(self._graph, order, self._kinds)
         exist: frozenset[int] = frozenset()
@@ -317,8 +322,14 @@ class Run:
         return (
             op.phase == UPDATE
             and any(self._graph.ops[reader].phase != UPDATE for reader in op.after)
-            and any(self._program.sizes[self._numbers[v]] >= SMALL_STATE_BYTES for v in op.outputs)
+            and any(self._is_weight(self._numbers[v]) for v in op.outputs)
         )
+
+    def _is_weight(self, number: int) -> bool:
+        """Returns whether a number is as large as a weight, or a gradient, that matters, and is
+        laid as the step is given it."""
+        is_large = self._program.sizes[number] >= SMALL_STATE_BYTES
+        return is_large and self._writer.keeps_layout(number)
 
     def _waits_for_update(self, op_id: int, equation: Equation, again: bool) -> bool:
         """Returns whether an equation waits for the new weights that nothing waits for yet: one of
@@ -333,9 +344,9 @@ class Run:
     def _take_update(self, op_id: int) -> None:
         """Has what follows wait for an update, and not for the gradient that it reads: XLA would
         lay that otherwise than the weight, and the update would not be in place."""
-        op, sizes = self._graph.ops[op_id], self._program.sizes
+        op = self._graph.ops[op_id]
         read = (self._numbers[v] for v in op.inputs)
-        self._gradients.update(n for n in read if sizes[n] >= SMALL_STATE_BYTES)
+        self._gradients.update(filter(self._is_weight, read))
         if self._overwrites(op_id):
             self._updates += [self._numbers[v] for v in op.outputs]
 

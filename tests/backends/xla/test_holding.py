@@ -46,5 +46,6 @@ def test_weights_are_updated_behind_what_reads_the_old_ones():
     weight = b.add("add", 0, (moment, rate), phase=UPDATE, after=(3,))  # 6
     loss = b.add("sum", 4, (first,))  # 7
     graph = b.problem((moment, weight, last, loss)).graph
-    assert updated_early(graph, range(8)) == (5, 0, 1, 2, 3, 6, 4, 7)
-    assert updated_early(graph, [0, 1, 2, 3, 4, 3, 5, 6, 7]) == (5, 0, 1, 2, 3, 4, 3, 6, 7)
+    assert updated_early(graph, range(8), [6]) == (5, 0, 1, 2, 3, 6, 4, 7)
+    assert updated_early(graph, [0, 1, 2, 3, 4, 3, 5, 6, 7], [6]) == (5, 0, 1, 2, 3, 4, 3, 6, 7)
+    assert updated_early(graph, range(8), []) == tuple(range(8))

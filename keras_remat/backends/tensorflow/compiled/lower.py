@@ -47,6 +47,9 @@ class _Writer:
     def may_trigger(self, number: int) -> bool:
         return True
 
+    def keeps_layout(self, number: int) -> bool:
+        return True
+
     def literal(self, atom: Any) -> Any:
         if atom.name not in self._literals:
             (self._literals[atom.name],) = run_node(self._program.constants[atom.name], ())
