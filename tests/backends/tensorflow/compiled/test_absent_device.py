@@ -70,7 +70,7 @@ def test_a_plan_takes_what_the_compiler_of_a_card_says(made):
     simulated = simulate(problem, store_all).peak_bytes - resident
     lowered = memory.compiled_peak_bytes(problem, store_all) - resident
     assert lowered <= 1.1 * plain
-    assert 0.9 * simulated <= lowered <= 1.2 * simulated
+    assert 0.85 * simulated <= lowered <= 1.2 * simulated
     limit = resident + int(0.7 * min(plain, simulated))
     plan = keras_remat.make_plan(model, batch, limit, card="H100", margin=0.0, solver="greedy")
     assert plan.card == "H100"
