@@ -28,6 +28,7 @@ collect_ignore = (
         "backends/test_statistics.py",
         "training/test_requests.py",
         "training/test_fit_session.py",
+        "training/test_unusual_fits.py",
     ]
 )
 
