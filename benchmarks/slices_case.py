@@ -169,6 +169,22 @@ MODELS: dict[str, tuple[Callable[[int], keras.Model], Callable[[int, int], Data]
 }
 
 
+class _Batches(keras.utils.PyDataset):
+    """Hands out the batches of some samples, in order."""
+
+    def __init__(self, data: Data, batch_size: int):
+        super().__init__()
+        self._data, self._batch_size = data, batch_size
+
+    def __len__(self) -> int:
+        return len(self._data[0]) // self._batch_size
+
+    def __getitem__(self, index: int) -> Data:
+        at = slice(index * self._batch_size, (index + 1) * self._batch_size)
+        x, y = self._data
+        return x[at], y[at]
+
+
 class Bench:
     """Trains one model in several ways, each from the same weights on the same samples."""
 
@@ -196,16 +212,16 @@ class Bench:
         of: int = 1,
         model: keras.Model | None = None,
     ) -> StepWatch:
-        """Trains one epoch a step, of the same samples: what Keras holds of the data is one batch.
+        """Trains one epoch a step, of the same samples. They are made batch by batch: of arrays
+        Keras's input pipeline holds four copies in the device's memory, where a step runs.
 
         Args:
             of: how many batches make a step.
         """
         model, watch = model or self.model(), StepWatch()
-        x, y = self.data(of * batch_size)
+        batches = _Batches(self.data(of * batch_size), batch_size)
         model.fit(
-            x, y, batch_size=batch_size, epochs=steps, shuffle=False, verbose=0,
-            callbacks=[*callbacks, watch],
+            batches, epochs=steps, shuffle=False, verbose=0, callbacks=[*callbacks, watch]
         )  # fmt: skip
         watch.set_model(None)  # it would live on
         return watch
