@@ -1,6 +1,7 @@
 """Which ops are put into slices, what that costs, and what is said where it does not help."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -17,6 +18,7 @@ from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
     PlanMismatchError,
+    ScheduleNotFoundError,
     UnsupportedModelError,
 )
 from keras_remat.planning.plan import load_plan, plan_from_dict
@@ -239,6 +241,27 @@ def test_candidates_are_few_with_more_and_more_parts():
     assert list(candidates(problem, rules, 100)) == []  # nothing is left beside what is resident
     fewer = {op_id: replace(rule, divides=6) for op_id, rule in rules.items()}
     assert {one.parts for one in candidates(problem, fewer, 164)} == {2}
+
+
+def test_after_a_failure_what_needs_much_less_is_tried_first():
+    """Each next one needs about half of what failed; where none does, the others have their turn."""
+    step, problem, _ = head(large=6400)
+    floors = []
+
+    def refuse(request):
+        floors.append(request.problem.floor_bytes - 100)
+        raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+
+    failure = ScheduleNotFoundError(3400, problem.floor_bytes)
+    with pytest.raises(ScheduleNotFoundError):
+        plan_in_slices(step, request_for(problem, 100 + 5000), estimate, failure, refuse)
+    assert len(floors) == 4
+    assert all(after <= 0.6 * before for before, after in pairwise(floors))
+    floors.clear()
+    step, problem, _ = head(large=6400, weights=900)  # of which two are added up
+    with pytest.raises(ScheduleNotFoundError):
+        plan_in_slices(step, request_for(problem, 100 + 5000), estimate, failure, refuse)
+    assert floors[0] > floors[1] == floors[2] == floors[3] == 2 * 900
 
 
 def test_partners_come_along():
