@@ -53,8 +53,8 @@ _LARGE_SHARE = 1 / 16
 #: A floor that is nearer to the budget leaves no room for a schedule: more parts are tried at once.
 _HOPELESS_SHARE = 0.85
 #: After a candidate failed, those come first whose floor is up to such a share of its floor, both
-#: without what is resident. For MobileNetV2's step at 0.8 of its floor the quick solver finds no schedule in five
-#: candidates with 0.5 to 1.0 of the first one's, and one in the candidate with 0.25.
+#: without what is resident. For MobileNetV2's step at 0.8 of its floor the quick solver finds no
+#: schedule in five candidates with 0.5 to 1.0 of the first one's, and one in that with 0.25.
 _PROMISING_SHARE = 0.6
 #: How many candidates are solved for.
 _MOST_TRIES = 4
