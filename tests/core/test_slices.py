@@ -200,6 +200,29 @@ def test_brute_force_agrees_that_the_floor_of_random_chains_fell():
     assert found >= 10
 
 
+@pytest.mark.parametrize(
+    ("seed", "is_reached"),
+    [
+        (30, True), (138, True), (188, True), (365, True), (820, True), (1299, True),
+        (85, False), (332, False), (472, False), (1069, False), (1138, False), (1343, False),
+    ],
+)  # fmt: skip
+def test_brute_force_agrees_that_the_floor_of_a_random_problem_fell(seed, is_reached):
+    """Of the first 1,350 problems in slices, those whose floor falls and that are small enough for
+    brute force. Some are below the floor of whole ops, and need more than their own."""
+    problem, _, _, parts = randomly_sliced(seed)
+    count, resident = len(problem.graph.ops), problem.profile.resident_bytes
+    whole = Problem(problem.graph, Profile((1.0,) * count, (0,) * count, resident))
+    below = whole.floor_bytes - 1
+    assert parts.floor_bytes <= below
+    assert fastest(whole.with_budget(below), any_order=True) is None
+    assert fastest(parts.with_budget(parts.floor_bytes - 1), any_order=True) is None
+    best = fastest(parts.with_budget(below), any_order=True)
+    assert (best is not None) is is_reached
+    if best is not None:
+        validate(parts.with_budget(below), Schedule(tuple(best[1])))
+
+
 def test_fingerprints_are_stable_and_tell_the_number_of_parts():
     rules = {2: SliceRule(frozenset({1})), 3: SliceRule(frozenset({2}))}
     graphs = [sliced_graph(chain_example(), rules, Slicing((2, 3), k)).graph for k in (2, 2, 3)]

@@ -244,7 +244,7 @@ def test_candidates_are_few_with_more_and_more_parts():
 
 
 def test_after_a_failure_what_needs_much_less_is_tried_first():
-    """Each next one needs about half of what failed; where none does, the others have their turn."""
+    """Each next one needs about half of what failed; where none does, the others come."""
     step, problem, _ = head(large=6400)
     floors = []
 
