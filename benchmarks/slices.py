@@ -74,7 +74,7 @@ PARTS = {
     "floor:head": Part(256_000, 8192, 64, 0.2),
     "floor:contrastive": Part(96, 32, 64),
     "floor:vgg16": Part(256, 64, 8, 0.5),
-    "floor:vgg16_pooled": Part(256, 64, 16, 0.5),
+    "floor:vgg16_pooled": Part(256, 64, 8, 0.5),
     "floor:unet": Part(256, 64, 8, 0.5),
     "floor:mobilenet": Part(128, 64, 16, 0.8),
     "floor:convlstm": Part(64, 32, 16, 0.4),
