@@ -1,6 +1,7 @@
 """Rows of cards, with a stand-in for their compiler: verdicts, batches, what is told first."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax_models as models
 import pytest
@@ -117,9 +118,15 @@ def test_a_card_that_the_compiler_refuses_has_a_remark(compiled):
 
 
 def test_a_row_says_why_a_plan_reaches_no_larger_batch(compiled, monkeypatch):
-    monkeypatch.setattr(asking, "_SEARCH_SHARE", 0.0)
-    (row,) = asked(models.mixer(), 64).rows([sized("H100", 64 * MIB)], lambda row: None)
-    assert row.max_batch_planned == row.max_batch_plain > 64
+    tried = [SimpleNamespace(batch_size=128, reason="No schedule fits 64 MiB.")]
+    found = SimpleNamespace(plain_batch_size=100, max_batch_size=100, probes=tried)
+    monkeypatch.setattr(asking, "search_batch_size", lambda *what, **options: found)
+    step = asked(models.small(), 8)
+    (row,) = step.rows([card("T4")], lambda row: None)
+    assert row.max_batch_planned == row.max_batch_plain == 100
+    assert "No plan for a larger batch was found: batch 128: No schedule fits 64 MiB." in row.remark
+    tried.clear()
+    (row,) = step.rows([card("T4")], lambda row: None)
     assert "No plan for a larger batch was found: no time was left" in row.remark
 
 
