@@ -174,6 +174,19 @@ def gan():
     return model, (X,)
 
 
+def hooked():
+    """A classifier whose gradients are changed by hooks on its weights."""
+    model, batch = models.dense()()
+    for variable in model.trainable_variables:
+        variable.value.register_hook(lambda gradient: 0.5 * gradient)
+        variable.value.register_post_accumulate_grad_hook(_clamped)
+    return model, batch
+
+
+def _clamped(weight):
+    weight.grad.clamp_(-1e-2, 1e-2)
+
+
 def _rule(name, **options):
     return models.dense(lambda: getattr(keras.optimizers, name)(1e-2, **options))
 
@@ -195,6 +208,7 @@ EQUAL = {
     "clipvalue": _rule("Adam", clipvalue=0.5),
     "weighted": weighted,
     "gan": gan,
+    "hooked": hooked,
     "loop": of(_looped),
     "largest": of(lambda x: ops.top_k(x, 5)[0]),
     "own gradient": of(_own_gradient),

@@ -94,7 +94,9 @@ class Console:
         if self._verbose == 1:
             self.tick()
             if self._ticking:
-                threading.Thread(target=self._tick_until, args=(ended,), daemon=True).start()
+                threading.Thread(
+                    target=self._tick_until, args=(ended,), name="keras_remat", daemon=True
+                ).start()
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -76,6 +77,14 @@ def is_fake(tensor: Any) -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Returns what tells the storage of a living tensor from that of any other."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def share_hooks(tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
+    """Gives a weight's stand-in the hooks that autograd calls with the weight's gradient."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name, None)
+        if hooks:
+            setattr(stand_in, name, OrderedDict(hooks))
 
 
 def in_backward() -> bool:

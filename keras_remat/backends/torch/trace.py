@@ -10,6 +10,9 @@ as inside a ``tf.function``.
 
 from __future__ import annotations
 
+import pickle
+import random
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from keras_remat.backends import keras_private
@@ -29,9 +33,10 @@ from keras_remat.backends.torch import in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
 from keras_remat.backends.torch.program import Node, Program
-from keras_remat.backends.torch.recorder import Recorder, Ref, Scalar
+from keras_remat.backends.torch.recorder import Recorder, Recording, Ref, Scalar
 from keras_remat.backends.torch.variables import (
     Places,
+    attributes_kept,
     optimizers_of,
     places_of,
     training_mode,
@@ -95,6 +100,12 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModelError(
             "The model trains on several devices. On PyTorch only the step of one can be planned."
         )
+    if torch.is_autocast_enabled(private.device().type):
+        raise UnsupportedModelError(
+            "fit runs inside of torch.autocast, which keeps a cast of every weight until it ends, "
+            "and so the weights of the first step. Leave it out, and use "
+            'keras.config.set_dtype_policy("mixed_bfloat16"), or autocast in the model\'s call.'
+        )
     for module in private.modules(model):
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise UnsupportedModelError(
@@ -150,11 +161,14 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
     step = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
     with (
         training_mode(model),
+        attributes_kept(model),
         watched_micro_batches(model, micro_batches, private.without_modes) as differences,
+        _no_draws_in_python(),
         _explained(),
         keras_private.seed_generator_in_place(),
     ):
         logs = _recorded(recorder, seeds, places, stand_ins, data, step)
+    _check_updates(recorder.recording, stand_ins)
     results = [leaf.number for leaf in keras.tree.flatten(logs) if isinstance(leaf, Ref)]
     for leaf in keras.tree.flatten(logs):
         if isinstance(leaf, Scalar):
@@ -184,8 +198,8 @@ def _build(model: Any, batch: Any) -> None:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor like a variable's, without memory, and with a gradient that no step may
-    use."""
+    """Returns a tensor like a variable's, with its hooks, without memory, and with a gradient that
+    no step may use."""
     made = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
@@ -193,6 +207,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     if tensor.requires_grad:
         made.grad = torch.empty_like(made)
+        private.share_hooks(tensor, made)
     return made
 
 
@@ -244,6 +259,55 @@ def _check_built(model: Any) -> None:
                 "them when it first runs. Call optimizer.build(variables) before fit, with the "
                 "variables that it updates."
             )
+
+
+def _check_updates(recording: Recording, stand_ins: list[torch.Tensor]) -> None:
+    """Raises where a step is recorded to train nothing: an optimizer of PyTorch's own holds the
+    weights themselves, and finds no gradient on them while stand-ins are in their place."""
+    layouts, of_own = recording.layouts, zip(recording.inputs, stand_ins, strict=False)
+    weights = {layouts[number].storage for number, one in of_own if one.requires_grad}
+    written = {layouts[number].storage for call in recording.calls for number in call.writes}
+    if weights and not weights & written:
+        raise UnsupportedModelError(
+            "The step, as it was recorded, updates no weight. It may use an optimizer of "
+            "torch.optim, which holds the weights themselves, or update them in some steps only, "
+            "which a counter in Python tells. Use an optimizer of Keras in every step."
+        )
+
+
+@contextmanager
+def _no_draws_in_python() -> Iterator[None]:
+    """Raises where a step draws numbers by Python or NumPy: every step would have those that were
+    drawn when it was recorded. Their generators are left as they were.
+
+    Known limit: while other threads of Python run, which may load data and draw as well, nothing is
+    looked at.
+    """
+    before = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        after = random.getstate(), np.random.get_state(legacy=False)
+        has_drawn = not _other_threads() and pickle.dumps(before) != pickle.dumps(after)
+        if has_drawn:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+    if has_drawn:
+        raise UnsupportedModelError(
+            "The step draws random numbers by Python's random or by numpy.random. Such a step is "
+            "another one for every batch. Use keras.random with a SeedGenerator, or torch.rand."
+        )
+
+
+def _other_threads() -> list[threading.Thread]:
+    """Returns Python's other threads, but for this package's, which draw nothing, and autograd's
+    own on a GPU, which are known as dummies."""
+    return [
+        one
+        for one in threading.enumerate()
+        if one is not threading.current_thread()
+        and not one.name.startswith(("Dummy-", "keras_remat"))
+    ]
 
 
 @contextmanager

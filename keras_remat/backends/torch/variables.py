@@ -142,6 +142,22 @@ def training_mode(model: Any) -> Iterator[None]:
             module.training = was_training
 
 
+@contextmanager
+def attributes_kept(model: Any) -> Iterator[None]:
+    """Puts back what a step sets on a model and its layers while it is recorded: tensors without
+    memory and what holds them, such as an optimizer of PyTorch's that is made in the first step,
+    and counts of a step that was not run."""
+    owners = {id(owner): owner for owner in (model, *private.modules(model))}.values()
+    before = [(vars(owner), dict(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        for now, kept in before:
+            for name in now.keys() - kept.keys():
+                del now[name]
+            now.update(kept)
+
+
 def drop_gradients(places: Iterable[Place]) -> None:
     """Frees the gradients that an earlier step has left on weights, as Keras's step does."""
     for place in places:

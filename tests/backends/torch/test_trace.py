@@ -6,6 +6,7 @@ import random
 import weakref
 
 import keras
+import numpy as np
 import pytest
 import torch
 import torch_kinds as kinds
@@ -16,6 +17,7 @@ from random_schedules import random_schedule
 import keras_remat
 from keras_remat.backends import keras_private
 from keras_remat.backends.base import load_backend
+from keras_remat.backends.torch import private
 from keras_remat.backends.torch.variables import places_of
 from keras_remat.errors import UnsupportedModelError
 
@@ -238,6 +240,92 @@ def test_gradients_that_are_added_up_over_steps_are_refused():
     model.compile("sgd", "sparse_categorical_crossentropy")
     data = tuple(map(torch.as_tensor, (models.X, models.LABELS)))
     with pytest.raises(UnsupportedModelError, match="zero_grad"):
+        load_backend().trace(model, data)
+
+
+class Stepping(keras.Model):
+    """Its ``update`` has the weights moved once they have gradients."""
+
+    def update(self):
+        with torch.no_grad():
+            weights = self.trainable_weights
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+        loss.backward()
+        self.update()
+        return {"loss": loss}
+
+
+def stepping(kind):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((12,))
+    model = kind(inputs, layers.Dense(3, "softmax")(inputs))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model, (models.X, models.LABELS)
+
+
+def test_a_step_that_would_train_nothing_is_refused():
+    """PyTorch's optimizer finds no gradients on the weights, in whose place stand-ins are."""
+
+    class Torchs(Stepping):
+        def update(self):
+            self.second.step()
+
+    model, data = ready(lambda: stepping(Torchs))
+    model.second = torch.optim.SGD(list(model.parameters()), lr=0.1)
+    with pytest.raises(UnsupportedModelError, match=r"updates no weight.*torch\.optim"):
+        load_backend().trace(model, data)
+
+
+def test_what_a_step_sets_is_not_there_once_it_is_recorded():
+    class Remembers(Stepping):
+        steps = 0
+
+        def update(self):
+            super().update()
+            self.steps += 1
+            self.kept = self.trainable_weights[0].value.grad
+
+    model, data = ready(lambda: stepping(Remembers))
+    load_backend().trace(model, data)
+    assert model.steps == 0
+    assert not hasattr(model, "kept")
+    model.train_step(data)
+    assert model.steps == 1
+    assert not private.is_fake(model.kept)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_numbers_drawn_in_python_are_refused_and_not_drawn(draw, monkeypatch):
+    monkeypatch.setattr("keras_remat.backends.torch.trace._other_threads", list)
+    model, data = ready(kinds.of(lambda x: x * draw()))
+    random.seed(1)
+    np.random.seed(1)
+    expected = draw()
+    random.seed(1)
+    np.random.seed(1)
+    with pytest.raises(UnsupportedModelError, match=r"by Python's random or by numpy\.random"):
+        load_backend().trace(model, data)
+    assert draw() == expected
+    monkeypatch.setattr("keras_remat.backends.torch.trace._other_threads", lambda: ["a loader's"])
+    load_backend().trace(model, data)  # which of them drew is not known
+
+
+def test_autocast_around_a_fit_is_refused_and_inside_of_a_model_it_is_not():
+    def cast(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return ops.cast(x @ torch.ones(16, 16, device=x.device), "float32")
+
+    model, data = ready(kinds.of(cast))
+    load_backend().trace(model, data)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(UnsupportedModelError, match="autocast"),
+    ):
         load_backend().trace(model, data)
 
 
