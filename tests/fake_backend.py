@@ -81,6 +81,11 @@ def texts_of(samples, length):
     return (np.arange(samples * length).reshape(samples, length), np.zeros(samples))
 
 
+def elements_of(batch):
+    """How many numbers its samples are; ``np.size`` does not know PyTorch's tensors."""
+    return int(np.prod(np.shape(batch[0])))
+
+
 class FakeOutOfMemoryError(Exception):
     """What the fake framework raises."""
 
@@ -224,7 +229,7 @@ class FakeBackend:
         return batch_of(0, size)
 
     def trace(self, model, batch, micro_batches=1):
-        size = np.size(batch[0])
+        size = elements_of(batch)
         if micro_batches > 1 and not self.can_be_cut:
             raise UnsupportedModelError("a train_step of its own")
         self.traced.append(size if micro_batches == 1 else (size, micro_batches))
@@ -266,7 +271,7 @@ class FakeBackend:
         self.lowered.append(schedule)
 
         def run(batch):
-            assert np.size(batch[0]) == traced.handles["samples"], (
+            assert elements_of(batch) == traced.handles["samples"], (
                 "a lowered step runs batches of its own shape only"
             )
             return self._step(schedule, batch, problem)
@@ -275,7 +280,7 @@ class FakeBackend:
         return run
 
     def run_plain(self, batch):
-        size = np.size(batch[0])
+        size = elements_of(batch)
         problem = chain_problem(size, self._layers_at(size), **self.more)
         return self._step("plain", batch, problem)
 
@@ -287,7 +292,7 @@ class FakeBackend:
         peak = self.predicted(
             replace(problem, profile=profile_of(problem.graph, "estimated")), schedule
         )
-        surplus = self.surplus_bytes(what, np.size(batch[0]))
+        surplus = self.surplus_bytes(what, elements_of(batch))
         self.watched_bytes = max(self.watched_bytes, peak + surplus)
         if self.calls in self.fails_at or peak > self.has_bytes:
             self.peak_at_failure = min(peak, self.has_bytes)

@@ -25,6 +25,11 @@ from keras_remat.training.other_phases import (
 from keras_remat.training.tell import large_validation
 from keras_remat.units import MIB
 
+#: On PyTorch's CPU nothing counts bytes but those of a model and its steps: validation is
+#: predicted, and what one model's fit leaves is not seen beside another's.
+ON_TORCH = keras.backend.backend() == "torch"
+COUNTS_ALL = pytest.mark.skipif(ON_TORCH, reason="nothing counts what lies beside a model")
+
 
 def test_forward_ops_keep_two_values_of_a_chain_at_once():
     assert forward_bytes(chain_problem(8)) == 2 * 8 * SAMPLE_BYTES
@@ -101,6 +106,7 @@ def fitted(tmp_path, size):
     return tuner.report, told, [str(one.message) for one in caught]
 
 
+@COUNTS_ALL
 def test_validation_that_needs_too_much_is_told_before_it_runs_and_measured(tmp_path):
     report, told, caught = fitted(tmp_path, 8192)
     assert str(EventKind.VALIDATION) in told[0]
@@ -133,7 +139,7 @@ def test_a_step_in_slices_keeps_a_limit_and_so_does_validation(samples, every, s
     assert len(history["val_loss"]) == 2 // every
     for name, values in plain.items():
         assert history[name] == pytest.approx(values, rel=1e-5)
-    assert not report.predicted_phases
+    assert report.predicted_phases == (["validation"] if ON_TORCH else [])
     if report.peaks_source == "measured":
         assert report.phase_peak_bytes["validation"] <= limit
 
@@ -145,6 +151,7 @@ def test_a_phase_over_the_limit_has_a_row_that_says_so():
     assert row.endswith("limit NOT KEPT")
 
 
+@COUNTS_ALL
 @pytest.mark.parametrize("fits", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_fits_in_a_row_leave_no_more_bytes_than_the_first(fits):
     device = load_backend().device
