@@ -1,8 +1,7 @@
 """What an op costs at another batch size: fitted to profiles measured at two sizes or more, or in
 proportion to its bytes.
 
-Where two sizes were measured, an op's seconds and its workspace are taken to be affine in the batch
-size b,
+Where two sizes were measured, an op's seconds are taken to be affine in the batch size b,
 
     t(b) = a + c b    with a ≥ 0 (what a call costs however small, or work on the weights) and c ≥ 0
     (what a sample costs),
@@ -12,15 +11,23 @@ minimize Σ ((a + c b − t_b) / t̄_b)² over the measured sizes b, where t̄_b
 took at b. With two unknowns, non-negative least squares (Lawson & Hanson 1974, chapter 23) needs no
 iteration: where the free minimum has a negative coefficient, the minimum lies where that one is 0.
 
+An op's workspace has no noise, but kernels change with the batch: PyTorch's 1x1 convolutions on one
+thread hand over to oneDNN at 16 samples, and take ten times as much from there on. So a measured
+size has what was measured, one between two lies on the line between them, and others on the line
+through the nearest two, whose coefficients are not negative either: one that would have less than
+nothing at no samples is in proportion to the nearest, one that falls stays what it is there.
+
 Where one size alone is known, costs follow the bytes that an op reads and writes. That is also how
 they are carried over to a trace with a few other ops.
 
-Known limits: kernels that change their algorithm with the batch are no straight line; the residuals
-say how far off that is.
+Known limits: seconds of kernels that change their algorithm with the batch are no straight line;
+the residuals say how far off that is. Beyond the sizes that were measured nothing tells of a change
+to come.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -70,13 +77,14 @@ class CostFit:
         return _affine(self.sizes, self._measured_s)
 
     @cached_property
-    def _workspaces(self) -> tuple[_Floats, _Floats]:
+    def _workspaces(self) -> _Floats:
+        """Returns the measured workspaces, sizes × ops."""
         measured = np.array(
             [self.profiles[size].op_workspace_bytes for size in self.sizes], dtype=float
         )
         # one that is seen at the largest size alone was too small to be seen at the others
         in_proportion = np.outer(np.array(self.sizes) / self.sizes[-1], measured[-1])
-        return _affine(self.sizes, np.where(measured == 0, in_proportion, measured))
+        return np.where(measured == 0, in_proportion, measured)
 
     def op_time_s(self, size: int) -> tuple[float, ...]:
         """Returns seconds per op at a batch size."""
@@ -85,8 +93,17 @@ class CostFit:
 
     def op_workspace_bytes(self, size: int) -> tuple[int, ...]:
         """Returns the workspace of each op at a batch size."""
-        fixed, per_sample = self._workspaces
-        return tuple(int(nbytes) for nbytes in np.ceil(fixed + per_sample * size - 1e-6))
+        sizes, measured = self.sizes, self._workspaces
+        at = min(max(1, bisect_left(sizes, size)), len(sizes) - 1)  # of the upper of the two
+        (low, high), (less, more) = sizes[at - 1 : at + 1], measured[at - 1 : at + 1]
+        slope = (more - less) / (high - low)
+        nbytes = less + slope * (size - low)
+        if not low <= size <= high:
+            nearest, there = (low, less) if size < low else (high, more)
+            in_proportion = there * size / nearest
+            nbytes = np.where(less * high < more * low, in_proportion, nbytes)
+            nbytes = np.where(slope < 0, there, nbytes)
+        return tuple(int(one) for one in np.ceil(nbytes - 1e-6))
 
     @cached_property
     def residual(self) -> float:

@@ -59,6 +59,7 @@ class FindOptions:
         first_step: a first step, with its compilation, takes about so many times the predicted
             seconds.
         solve: of the limit, what one solve afterwards may take.
+        first_search: of the limit, what a search for a size to learn from may take.
     """
 
     search: float = 0.8
@@ -67,6 +68,7 @@ class FindOptions:
     running: float = 0.9
     first_step: float = 2.5
     solve: float = 0.1
+    first_search: float = 0.1
 
 
 _OPTIONS = FindOptions()
@@ -212,6 +214,32 @@ def _searched(
     return replace(search, search_time_s=spent_s, time_limit_s=limit_s)
 
 
+def _learn_of_larger(
+    backend: Backend, step: TracedModel, scaling: Scaling, runner: SizeRunner, bounds: _Bounds
+) -> None:
+    """Trains a size that a first, short search finds, where what kernels take there can be
+    recorded: the search in earnest is then no guess from a few samples."""
+    if not runner.learns:
+        return
+    try:
+        found = search_batch_size(
+            scaling,
+            batch_size_of(step.batch),
+            step.limit,
+            backend,
+            max_overhead=bounds.max_overhead,
+            time_limit_s=_OPTIONS.first_search * bounds.time_limit_s,
+            deadline_s=bounds.started_s + bounds.time_limit_s,
+            multiple=bounds.parts,
+            seed=bounds.seed,
+        )
+        size, plan = found.max_batch_size, found.plan
+        if runner.graph(size).has_ops_of(scaling.at(size).graph):
+            runner(size, plan)
+    except (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError) as error:
+        logger.debug("keras_remat: no first look at larger batches: %s", error)  # told later
+
+
 def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -> BatchSearch:
     """Returns what a search finds whose sizes are trained.
 
@@ -220,8 +248,9 @@ def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
     slicing, scaling = step.traced.slicing, step_scaling(backend, model, step)
+    runner = SizeRunner(backend, model, step.batch, slicing, scaling)
+    _learn_of_larger(backend, step, scaling, runner, bounds)
     search = _searched(backend, step, scaling, bounds, runs=True)
-    runner = SizeRunner(backend, model, step.batch, slicing)
     chooser = bounds.chooser(backend, search)
     found = verified_search(search, scaling, chooser, step.limit, runner, runner.graph)
     return found.naming(slicing=slicing)

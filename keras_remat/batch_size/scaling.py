@@ -162,6 +162,10 @@ class Scaling(Protocol):
         """Returns the fitted costs with their residuals; ``None`` where one size alone was
         measured."""
 
+    @property
+    def whole(self) -> BatchScaling:
+        """Returns the scaling of the step with whole ops."""
+
     def at(self, size: int) -> Problem:
         """Returns the problem at a batch size."""
 

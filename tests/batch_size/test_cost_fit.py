@@ -42,6 +42,18 @@ def test_workspace_that_only_the_largest_size_shows_is_in_proportion():
     assert fit.op_workspace_bytes(160) == (4000, 0)
 
 
+def test_workspace_of_kernels_that_change_with_the_batch_is_what_was_measured():
+    """The first op's takes more from 16 samples on, the second's less; the third's is a straight
+    line, and the fourth's grows faster than one through nothing."""
+    measured = {1: (10, 90, 17, 1), 2: (20, 100, 24, 4), 16: (800, 40, 122, 160)}
+    profiles = {size: profile_of((1.0,) * 4, workspaces) for size, workspaces in measured.items()}
+    fit = CostFit(profiles)
+    for size, workspaces in measured.items():
+        assert fit.op_workspace_bytes(size) == workspaces
+    assert fit.op_workspace_bytes(9) == (410, 70, 73, 82)
+    assert fit.op_workspace_bytes(32) == (1600, 40, 234, 320)
+
+
 def test_no_coefficient_is_negative_and_what_the_fit_misses_is_told():
     """The first op is faster at the larger size; the second grows faster than the batch; the third
     does as it should."""

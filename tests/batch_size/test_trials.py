@@ -2,9 +2,11 @@
 wins."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from fake_backend import (
+    SAMPLE_BYTES,
     FakeBackend,
     batch_of,
     chain_graph,
@@ -20,7 +22,7 @@ from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.batch_size.trials import SizeRunner, verified_search
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Usage
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
 
@@ -203,3 +205,39 @@ def test_variables_lie_close_together_before_a_size_runs_in_order(monkeypatch, i
     runner._traced = 40, traced
     assert runner(40, plan) is not None
     assert happened == ["put back"] * in_order + ["step", "step", "put back"]
+
+
+class Switching(FakeBackend):
+    """From 100 samples on, every kernel takes as much for itself as its output has."""
+
+    def __init__(self, **options):
+        super().__init__(surplus_bytes=lambda what, size: self.scratch(size), **options)
+
+    @staticmethod
+    def scratch(size):
+        return SAMPLE_BYTES * size if size >= 100 else 0
+
+    def _stop_recording(self, lowered, resident_bytes):
+        profile = super()._stop_recording(lowered, resident_bytes)
+        count = len(lowered.problem.graph.ops)
+        size = lowered.problem.graph.values[0].nbytes // SAMPLE_BYTES
+        return profile and replace(profile, op_workspace_bytes=(self.scratch(size),) * count)
+
+
+@pytest.mark.parametrize(("profiler", "sizes"), [("free", {40, 120}), ("busy", {40})])
+def test_a_size_whose_kernels_are_others_is_recorded(monkeypatch, profiler, sizes):
+    """Where the user's own profiler runs, what was measured above the prediction has to do."""
+    monkeypatch.setattr(
+        "keras_remat.batch_size.trials.repeated_batch", lambda batch, size: batch_of(0, size)
+    )
+    backend, scaling = Switching(profiler=profiler), scaling_of()
+    scaling.learn(40, chain_problem(40, source="measured"))
+    runner = SizeRunner(backend, None, batch_of(0, 40), scaling=scaling)
+    for size in (60, 120):
+        plan = quick_plan(chain_problem(size), store_all_peak(size), backend)
+        assert runner(size, plan).peak_bytes == store_all_peak(size) + backend.scratch(size)
+    assert set(scaling.fit.sizes if scaling.fit else {40}) == sizes
+    problem = scaling.at(120)
+    predicted = backend.memory.peak_bytes(problem, Schedule.store_all(problem.graph))
+    assert predicted == store_all_peak(120) + backend.scratch(120)
+    assert not backend.recording
