@@ -163,9 +163,9 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         training_mode(model),
         attributes_kept(model),
         watched_micro_batches(model, micro_batches, private.without_modes) as differences,
+        keras_private.seed_generator_in_place(),
         _no_draws_in_python(),
         _explained(),
-        keras_private.seed_generator_in_place(),
     ):
         logs = _recorded(recorder, seeds, places, stand_ins, data, step)
     _check_updates(recorder.recording, stand_ins)
