@@ -262,6 +262,8 @@ class PlanRequests:
             raise error
         is_quick = self._backend.measures_op_times  # else it is the last one, too
         request = self.request(costs.problem, shape.batch_size, is_quick=is_quick)
+        # all ways to slice the step share what one plan may take
+        request = replace(request, clock_s=min(request.clock_s, request.seconds))
         with self._fit.progress("plan with some ops in slices"):
             traced, problem, found = plan_in_slices(
                 costs.traced, request, self._backend.estimated_profile, error,
