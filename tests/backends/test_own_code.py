@@ -291,6 +291,19 @@ def test_a_fit_draws_no_seed_that_plain_fit_does_not_draw():
     assert next_seed() == next_seed(callback()) == expected
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int64"])
+def test_a_plan_fits_the_arrays_it_was_made_of(dtype):
+    """Keras casts them in ``fit``."""
+    x = np.arange(32).reshape(8, 4).astype(dtype)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    batch = x, x[:, :1]
+    plan = keras_remat.make_plan(model, batch, "8GiB", profile="estimated", solver="greedy")
+    remat = callback(plan=plan)
+    model.fit(*batch, batch_size=8, verbose=0, callbacks=[remat])
+    assert remat.plan is not None
+
+
 # ------------------------------------------------------------------ no samples
 
 

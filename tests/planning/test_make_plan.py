@@ -157,19 +157,18 @@ def test_a_model_without_call_is_planned_and_trains_by_its_plan(models, profile)
     models.assert_same_bits(models.state_of(model), models.state_of(plain))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "int64"])
-def test_a_plan_fits_the_arrays_it_was_made_of(models, dtype):
-    import keras
-
+def test_a_batch_is_searched_for_a_model_without_call(models):
     import keras_remat
 
-    x = np.arange(32).reshape(8, 4).astype(dtype)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    plan = make_plan(model, (x, x[:, :1]), profile="estimated", **ROOMY)
-    remat = keras_remat.RematAutotune("8GiB", "keep", plan=plan, verbose=0)
-    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[remat])
-    assert remat.plan is not None
+    x, _ = regression()
+    plain, model = without_call(), without_call()
+    found = keras_remat.find_max_batch_size(
+        model, x[:8], "1GiB", profile="estimated", time_limit_s=2.0
+    )
+    assert found.max_batch_size > 8
+    for one in (plain, model):
+        one.fit(x, batch_size=8, epochs=2, verbose=0)
+    models.assert_same_bits(models.state_of(model), models.state_of(plain))
 
 
 def test_int_specs_and_arrays_give_the_same_graph(models):
