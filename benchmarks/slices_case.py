@@ -220,9 +220,7 @@ class Bench:
         """
         model, watch = model or self.model(), StepWatch()
         batches = _Batches(self.data(of * batch_size), batch_size)
-        model.fit(
-            batches, epochs=steps, shuffle=False, verbose=0, callbacks=[*callbacks, watch]
-        )  # fmt: skip
+        model.fit(batches, epochs=steps, shuffle=False, verbose=0, callbacks=[*callbacks, watch])
         watch.set_model(None)  # it would live on
         return watch
 

@@ -179,18 +179,25 @@ def attention():
     return inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)), 64
 
 
+def planned(traced, share):
+    """Returns a schedule for a share of what storing all adds to what is resident, and the bytes
+    that it is simulated to add."""
+    problem = Problem(traced.graph, estimated_profile(traced))
+    resident = problem.profile.resident_bytes
+    most = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes - resident
+    tight = problem.with_budget(resident + int(share * most))
+    order = solve(tight, solver="greedy", time_limit_s=10.0).schedule
+    return order, simulate(problem, order).peak_bytes - resident
+
+
 @pytest.mark.card
 def test_copies_of_queries_keys_values_and_scores_are_not_kept(compiler, monkeypatch):
     """cuBLAS reads transposed ones, on cards where XLA writes no products itself."""
     model, batch = built(attention, "float32")
     traced = trace(model, batch, target=card("T4"))
-    problem = Problem(traced.graph, estimated_profile(traced))
-    resident = problem.profile.resident_bytes
-    most = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes - resident
-    tight = problem.with_budget(resident + int(0.4 * most))
-    order = solve(tight, solver="greedy", time_limit_s=10.0).schedule
+    order, simulated_bytes = planned(traced, 0.4)
     waiting = Step(traced, order, Writing.LOOSE).added_bytes
-    assert waiting < 1.08 * (simulate(problem, order).peak_bytes - resident)
+    assert waiting < 1.08 * simulated_bytes
     monkeypatch.setattr(GpuWriter, "copied", lambda self, at: ())
     assert waiting < Step(traced, order, Writing.LOOSE).added_bytes
 
@@ -212,14 +219,9 @@ def test_gradients_of_dense_kernels_do_not_wait_for_the_end_of_the_step(compiler
     """Nor does a ReLU that runs again share a kernel with its gradient."""
     model, batch = built(pooled, "float32")
     traced = trace(model, batch, target=card("H100"))
-    problem = Problem(traced.graph, estimated_profile(traced))
-    resident = problem.profile.resident_bytes
-    most = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes - resident
-    tight = problem.with_budget(resident + int(0.6 * most))
-    order = solve(tight, solver="greedy", time_limit_s=10.0).schedule
-    simulated = simulate(problem, order).peak_bytes - resident
+    order, simulated_bytes = planned(traced, 0.6)
     kept = Step(traced, order, Writing.HELD).added_bytes
-    assert kept < 1.08 * simulated
+    assert kept < 1.08 * simulated_bytes
     monkeypatch.setattr(Run, "_overwrites", lambda self, op_id: False)
     assert Step(traced, order, Writing.HELD).added_bytes > 1.1 * kept
 
@@ -247,11 +249,7 @@ def test_sigmoids_of_swish_are_not_kept(compiler):
 def test_what_is_held_takes_about_the_bytes_of_a_strict_step_and_is_quicker(compiler):
     model, batch = built(residual, "float32")
     traced = trace(model, batch, target=card("H100"))
-    problem = Problem(traced.graph, estimated_profile(traced))
-    resident = problem.profile.resident_bytes
-    most = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes - resident
-    half = problem.with_budget(resident + most // 2)
-    order = solve(half, solver="greedy", time_limit_s=10.0).schedule
+    order, _ = planned(traced, 0.5)
     held, strict = (Step(traced, order, way) for way in (Writing.HELD, Writing.STRICT))
     assert held.added_bytes <= 1.05 * strict.added_bytes
     rates = traced.target.rates
