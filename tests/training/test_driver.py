@@ -2,10 +2,8 @@
 framework."""
 
 import ast
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from fake_backend import (
     RESIDENT_BYTES,
@@ -14,21 +12,11 @@ from fake_backend import (
     chain_problem,
     event_kinds,
     note_solves,
-    quick_plan,
-    store_all_peak,
 )
 from fake_fit import PLAIN, SIZE, TIGHT, driven, options, train
 
 from keras_remat.batch_size.size_chooser import SizeChooser
-from keras_remat.core.schedule import Schedule, Usage
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    PlanMismatchError,
-    ScheduleNotFoundError,
-    UnsupportedBatchError,
-    UnsupportedModelError,
-)
-from keras_remat.planning.plan import load_plan
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.training import driver
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.contest import Contest
@@ -37,25 +25,6 @@ from keras_remat.training.grouping import HeldBatches
 from keras_remat.training.record import FitRecord, Mode, SizesRecord, StepsRecord
 from keras_remat.training.shape_state import ShapeState, StepConstraints
 from keras_remat.training.watch import Pace
-
-
-def test_plain_step_that_fits_is_left_alone():
-    backend = FakeBackend()
-    trainer, report = driven(backend, options(limit=PLAIN))
-    assert trainer.run(batch_of(0, SIZE)) == {"loss": 1.0}
-    assert not trainer.settled
-    train(trainer, 5)
-    assert backend.kinds == ["plain"] * 6
-    assert event_kinds(report) == ["fits"]
-    assert trainer.settled
-    assert trainer.plan is None
-    assert trainer.settled_peak_bytes is None
-    assert (report.baseline.peak_bytes, report.baseline_source, report.baseline_batch_size) == (
-        PLAIN,
-        "measured",
-        SIZE,
-    )
-    assert backend.traced == [SIZE]
 
 
 @pytest.mark.parametrize("profiler", ["free", "blind", "busy"])
@@ -139,18 +108,6 @@ def test_what_plain_steps_held_between_them_is_not_what_steps_in_order_hold():
     for step in range(12):
         trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=True))
     assert seen == [RESIDENT_BYTES]
-
-
-def test_a_recorded_step_that_runs_out_of_memory_gives_way_to_the_plain_one():
-    backend = FakeBackend()
-    backend.fails_at = {4}
-    trainer, report = driven(backend, options(limit=PLAIN))
-    for step in range(10):
-        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=True))
-    assert backend.kinds == ["plain"] * 10
-    assert event_kinds(report) == ["profile", "plain", "fits"]
-    assert report.limit_bytes == PLAIN
-    assert backend.samples == list(range(10 * SIZE))
 
 
 def test_a_plain_step_stays_where_no_plan_is_found_to_record(monkeypatch):
@@ -273,17 +230,6 @@ def test_limit_no_schedule_meets_is_refused_before_anything_is_trained():
 # ------------------------------------------------------------------ the profiler
 
 
-@pytest.mark.parametrize("profiler", ["busy", "blind"])
-def test_profiler_that_saw_too_little_leaves_the_estimated_plan(profiler):
-    backend = FakeBackend(profiler=profiler)
-    trainer, report = driven(backend, options())
-    train(trainer, 8)
-    assert "profile" in event_kinds(report)
-    assert trainer.plan.profile_source == "estimated"
-    assert trainer.settled
-    assert not backend.recording
-
-
 @pytest.mark.parametrize(("surplus", "goes_on"), [(0, True), (10 * PLAIN, False)])
 def test_a_recording_ends_with_its_first_step_over_the_limit(surplus, goes_on):
     backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
@@ -328,225 +274,7 @@ def test_close_ends_a_recording():
     trainer.close()
 
 
-# ------------------------------------------------------------------ other batch shapes
-
-
-def test_smaller_batch_runs_plainly_when_it_fits():
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options())
-    train(trainer, 3)
-    trainer.run(batch_of(0, SIZE // 4))
-    assert backend.ran[-1] == ("plain", list(range(SIZE // 4)))
-    assert backend.traced == [SIZE, SIZE // 4]
-
-
-def test_smaller_batch_of_a_plain_step_that_fits_is_not_traced():
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options(limit=PLAIN))
-    train(trainer, 3)
-    trainer.run(batch_of(0, SIZE // 4))
-    assert backend.kinds == ["plain"] * 4
-    assert backend.traced == [SIZE]
-
-
-def test_bytes_that_do_not_shrink_with_the_batch_are_counted_for_a_smaller_one():
-    """Weight gradients take what they take: in proportion to the batch the plain step would fit."""
-    backend = FakeBackend(fixed_bytes=100_000)
-    plain, smaller = (store_all_peak(size, fixed_bytes=100_000) for size in (SIZE, SIZE // 4))
-    limit = smaller - 1
-    assert RESIDENT_BYTES + (plain - RESIDENT_BYTES) // 4 < limit
-    trainer, _ = driven(backend, options(limit=limit))
-    for _ in range(8):
-        train(trainer, 1)
-        trainer.run(batch_of(0, SIZE // 4))
-    assert "plain" not in backend.kinds
-    assert trainer.fit.take_counter().peak_bytes <= limit
-
-
-def test_final_plain_step_that_comes_to_take_more_than_the_limit_is_planned():
-    """Also that of a smaller batch, which was never traced."""
-    for size in (SIZE, SIZE // 2):
-        backend = FakeBackend()
-        backend.surplus_bytes = lambda what, size, b=backend: (
-            SIZE * 1024 * (1 + 7 * (size < SIZE)) if b.calls > 8 and what == "plain" else 0
-        )
-        trainer, report = driven(backend, options(limit=PLAIN))
-        train(trainer, 5)
-        assert trainer.settled
-        train(trainer, 4, size)
-        assert event_kinds(report) == ["fits", "exceeded"]
-        assert report.events[-1].step == 9
-        assert size in backend.traced
-        train(trainer, 9, size)
-        assert backend.kinds[9:] == ["remat"] * 9
-
-
-def test_smaller_batch_that_does_not_fit_gets_a_plan_of_its_own():
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options())
-    train(trainer, 10)
-    main = trainer.plan
-    for _ in range(10):
-        trainer.run(batch_of(0, SIZE - 5))
-    assert backend.traced == [SIZE, SIZE - 5]
-    assert backend.kinds == ["remat"] * 20
-    assert trainer.plan is main, "the plan that is shown stays the main shape's"
-    assert trainer.settled
-
-
-def test_signature_is_shape_and_dtype():
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options(limit=PLAIN))
-    trainer.run((np.zeros(SIZE, "int64"), None))
-    trainer.run((np.zeros(SIZE, "int64"), None))
-    assert backend.traced == [SIZE]
-    trainer.run((np.zeros(SIZE, "int32"), None))
-    assert [len(numbers) for _, numbers in backend.ran] == [SIZE] * 3
-    assert len(trainer.record.shapes) == 2
-
-
-def test_after_forgetting_the_main_shape_the_next_batch_is_it_even_when_it_was_seen():
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options())
-    train(trainer, 10)
-    trainer.begin_shape()
-    assert not trainer.settled
-    trainer.run(batch_of(0, SIZE))
-    assert trainer.settled
-    assert trainer.settled_peak_bytes <= TIGHT
-    assert backend.traced == [SIZE]
-
-
-def test_a_new_main_shape_is_planned_from_the_costs_known_for_it():
-    """Workspace does not follow from shapes: without it the first plan of a larger batch would be
-    over the limit."""
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options())
-    train(trainer, 10)
-    costs = chain_problem(SIZE // 2)
-    costs = replace(
-        costs, profile=replace(costs.profile, op_workspace_bytes=(7,) * len(costs.graph.ops))
-    )
-    trainer.begin_shape(costs)
-    trainer.run(batch_of(0, SIZE // 2))
-    assert trainer.problem.profile.op_workspace_bytes == costs.profile.op_workspace_bytes
-
-
-def test_measured_main_scales_estimated_times_to_the_measured_step():
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options(limit=PLAIN))
-    train(trainer, 4)
-    record = trainer.fit.record
-    baseline = replace(record.baseline, usage=Usage(4.0, 0))
-    trainer.fit.record = replace(record, baseline=baseline)
-    problem, _ = trainer.reference_costs(batch_of(0, SIZE))
-    assert problem.store_all_time_s == pytest.approx(4.0)
-    assert problem.profile.op_workspace_bytes == trainer.problem.profile.op_workspace_bytes
-
-
-# ------------------------------------------------------------------ plans from elsewhere
-
-
-def plan_for(size, budget=TIGHT, backend=None):
-    return quick_plan(chain_problem(size), budget, backend)
-
-
-def test_users_plan_runs_from_the_first_batch_and_is_measured():
-    plan = plan_for(SIZE)
-    backend = FakeBackend()
-    trainer, report = driven(backend, options(plan=plan))
-    train(trainer, 4)
-    assert [what for what, _ in backend.ran] == [plan.solution.schedule] * 4
-    assert trainer.settled
-    assert trainer.plan.measured is not None
-    assert "risk" not in event_kinds(report)
-
-
-def test_users_plan_is_for_the_first_shape_only():
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options(limit=PLAIN, plan=plan_for(SIZE)))
-    train(trainer, 4)
-    trainer.begin_shape()
-    trainer.run(batch_of(0, SIZE // 2))
-    assert backend.ran[-1][0] == "plain"
-
-
-def test_users_plan_for_another_graph_is_refused():
-    backend = FakeBackend()
-    trainer, _ = driven(backend, options(plan=plan_for(SIZE + 1, PLAIN)))
-    with pytest.raises(PlanMismatchError):
-        trainer.run(batch_of(0, SIZE))
-    assert backend.ran == []
-
-
-def test_measured_plan_is_cached_and_found_again(tmp_path, monkeypatch):
-    cache = tmp_path / "plans"
-    trainer, _ = driven(FakeBackend(), options(cache_dir=cache))
-    train(trainer, 10)
-    (path,) = cache.iterdir()
-    assert load_plan(path).measured == trainer.plan.measured
-    backend = FakeBackend()
-    monkeypatch.setattr("keras_remat.planning.request.within_budget", None)
-    again, report = driven(backend, options(cache_dir=cache))
-    train(again, 5)
-    assert event_kinds(report)[:2] == ["risk", "cache"]
-    assert {what for what, _ in backend.ran} == {trainer.plan.solution.schedule}
-    assert again.settled
-
-
-def test_plan_that_did_not_hold_its_limit_is_not_cached(tmp_path):
-    trainer, _ = driven(
-        FakeBackend(surplus_bytes=lambda what, size: TIGHT), options(cache_dir=tmp_path)
-    )
-    train(trainer, 12)
-    assert trainer.settled
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [lambda text: "{", lambda text: text.replace('"peak_bytes": ', '"peak_bytes": -')],
-    ids=["no JSON", "numbers that cannot be"],
-)
-def test_broken_cache_file_is_planned_anew_and_replaced(tmp_path, broken):
-    trainer, _ = driven(FakeBackend(), options(cache_dir=tmp_path))
-    train(trainer, 10)
-    (path,) = tmp_path.iterdir()
-    path.write_text(broken(path.read_text()))
-    trainer, report = driven(FakeBackend(), options(cache_dir=tmp_path))
-    train(trainer, 10)
-    assert "cannot be used" in next(e.message for e in report.events if e.kind == "cache")
-    assert trainer.settled
-    assert load_plan(path).solution.schedule == trainer.plan.solution.schedule
-
-
-def test_chain_of_the_fake_backend_can_be_rematerialized():
-    problem = chain_problem(SIZE)
-    assert plan_for(SIZE).solution.schedule != Schedule.store_all(problem.graph)
-    assert problem.floor_bytes < TIGHT < PLAIN
-
-
 # ------------------------------------------------------------------ what cannot be swapped
-
-
-@pytest.mark.parametrize("wants_profile", [False, True])
-def test_random_state_in_kernels_is_no_reason_to_refuse_a_plain_step(wants_profile):
-    backend = FakeBackend(kind="RandomStandardNormal")
-    trainer, report = driven(backend, options(limit=PLAIN))
-    for step in range(5):
-        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(wants_profile=wants_profile))
-    assert backend.kinds == ["plain"] * 5
-    assert event_kinds(report) == ["remark"] * wants_profile + ["fits"]
-
-
-def test_a_plain_step_that_cannot_be_swapped_and_measures_over_the_limit_trains_once(recwarn):
-    backend = FakeBackend(kind="RandomStandardNormal", surplus_bytes=lambda what, size: PLAIN)
-    trainer, report = driven(backend, options(limit=PLAIN))
-    train(trainer, 5)
-    assert backend.samples == list(range(5 * SIZE))
-    assert backend.kinds == ["plain"] * 5
-    assert event_kinds(report) == ["exceeded", "remark", "over-limit"]
-    assert "Training goes on with it" in str(recwarn[0].message)
 
 
 def test_a_step_with_random_state_in_its_kernels_is_not_swapped():
@@ -556,34 +284,6 @@ def test_a_step_with_random_state_in_its_kernels_is_not_swapped():
     with pytest.raises(UnsupportedModelError, match=r"keras\.random"):
         train(trainer, 1)
     assert backend.ran == []
-
-
-# ------------------------------------------------------------------ files
-
-
-def test_cache_that_cannot_be_written_is_warned_of_once(tmp_path):
-    (tmp_path / "file").write_text("")
-    backend = FakeBackend()
-    trainer, report = driven(backend, options(cache_dir=tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot be kept") as warned:
-        train(trainer, 10)
-    assert len(warned) == 1
-    for _ in range(10):  # another shape's plan cannot be kept either
-        trainer.run(batch_of(0, SIZE - 5))
-    assert event_kinds(report).count("cache") == 1
-    assert trainer.settled
-
-
-@pytest.mark.parametrize(
-    "other", [{"device": "GPU:0"}, {"seed": 1}, {"solver": "chen"}], ids=lambda other: str(other)
-)
-def test_a_cached_plan_is_for_its_device_and_options(tmp_path, other):
-    trainer, _ = driven(FakeBackend(), options(cache_dir=tmp_path))
-    train(trainer, 10)
-    device = other.pop("device", "CPU:0")
-    again, report = driven(FakeBackend(device_name=device), options(cache_dir=tmp_path, **other))
-    train(again, 1)
-    assert "cache" not in event_kinds(report)
 
 
 # ------------------------------------------------------------------ what is told
@@ -609,28 +309,6 @@ def test_events_tell_the_step_that_they_come_after():
     assert steps["risk"] == 0
     assert steps["swap"] > 30
     assert [event.step for event in report.events] == sorted(e.step for e in report.events)
-
-
-def test_a_shape_that_cannot_be_traced_stays_plain_and_the_others_are_planned():
-    """Also over the limit: nothing can be planned for it."""
-
-    class Backend(FakeBackend):
-        def trace(self, model, batch, micro_batches=1):
-            if len(batch[0]) % 2:
-                raise UnsupportedBatchError("an odd batch")
-            return super().trace(model, batch, micro_batches)
-
-    backend = Backend()
-    trainer, report = driven(backend, options())
-    train(trainer, 8)
-    assert trainer.settled
-    with pytest.warns(UserWarning, match="an odd batch"):
-        trainer.run(batch_of(0, SIZE - 1))
-    train(trainer, 3, SIZE - 1)
-    train(trainer, 1)
-    assert backend.kinds[8:] == ["plain"] * 4 + [backend.kinds[7]]
-    assert trainer.plan is not None
-    assert event_kinds(report).count("remark") == 1
 
 
 def test_nobody_but_the_driver_assigns_the_record():

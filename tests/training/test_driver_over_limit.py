@@ -18,11 +18,7 @@ from fake_backend import (
 from fake_fit import PLAIN, SIZE, TIGHT, driven, options, train
 
 from keras_remat.core import deadline
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    ScheduleNotFoundError,
-    UnsupportedModelError,
-)
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.calibrated_solve import least_over_budget
 from keras_remat.training import fit_state
 from keras_remat.training.shape_state import StepConstraints
@@ -68,49 +64,6 @@ def test_set_up_improves_the_first_plan_for_a_bounded_time_that_is_told(monkeypa
     assert left[0] == most_s
     assert left[-1] == float("inf")
     assert report.setup_s == first_s
-
-
-def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():
-    surplus = 2 * SIZE * 1024
-    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
-    trainer, report = driven(backend, options())
-    train(trainer, 20)
-    assert event_kinds(report) == ["risk", "exceeded", "swap", "measured"]
-    assert "while it was recorded" in report.events[1].message
-    assert trainer.plan.measured.peak_bytes == trainer.plan.predicted.peak_bytes <= TIGHT
-    assert "within" in report.events[-1].message
-
-
-def test_measured_peak_over_the_limit_tightens_until_it_holds():
-    surplus = 2 * SIZE * 1024
-    backend = FakeBackend()
-    backend.surplus_bytes = lambda what, size: (
-        surplus if backend.calls > 3 else 0
-    )  # the recorded steps do not show it
-    trainer, report = driven(backend, options())
-    train(trainer, 20)
-    # the first plan left room: what it told of tighter schedules was no longer so
-    assert event_kinds(report).count("tighten") == 2
-    assert trainer.settled
-    assert trainer.plan.measured.peak_bytes == trainer.plan.predicted.peak_bytes <= TIGHT
-    assert "within" in report.events[-1].message
-
-
-def test_final_step_that_comes_to_take_more_than_the_limit_is_planned_again():
-    surplus = 2 * SIZE * 1024
-    backend = FakeBackend()
-    backend.surplus_bytes = lambda what, size: surplus if backend.calls > 30 else 0
-    trainer, report = driven(backend, options())
-    train(trainer, 25)
-    assert trainer.settled
-    assert "tighten" not in event_kinds(report)
-    before = trainer.plan
-    train(trainer, 25)
-    # the first plan left room: what it told of tighter schedules was no longer so
-    assert event_kinds(report).count("tighten") == 2
-    assert trainer.settled
-    assert len(trainer.plan.solution.schedule.recomputed) > len(before.solution.schedule.recomputed)
-    assert trainer.plan.measured.peak_bytes <= TIGHT
 
 
 def test_a_final_step_that_cannot_be_tightened_is_tried_once(monkeypatch):
@@ -164,27 +117,6 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays():
     assert "STILL OVER" in report.events[-1].message
 
 
-def test_plain_step_that_fits_by_what_was_measured_comes_back():
-    """The estimate was too high: what the recorded steps measure leaves room for the plain step."""
-    backend = FakeBackend(surplus_bytes=lambda what, size: -120_000)
-    trainer, report = driven(backend, options(limit=PLAIN - 5_000))
-    train(trainer, 12)
-    assert event_kinds(report) == ["risk", "plain", "fits"]
-    assert backend.kinds == ["remat"] * 3 + ["plain"] * 9
-    assert trainer.settled
-    assert trainer.plan is None
-
-
-def test_plain_step_that_came_back_and_does_not_fit_is_not_tried_again():
-    backend = FakeBackend(surplus_bytes=lambda what, size: 0 if what == "plain" else -120_000)
-    trainer, report = driven(backend, options(limit=PLAIN - 5_000))
-    train(trainer, 12)
-    assert event_kinds(report)[:3] == ["risk", "plain", "exceeded"]
-    assert backend.kinds == ["remat"] * 3 + ["plain"] * 2 + ["remat"] * 7
-    assert trainer.settled
-    assert trainer.plan.measured.peak_bytes <= PLAIN - 5_000
-
-
 @pytest.mark.parametrize(
     ("need", "nbytes"), [("plain_surplus_bytes", 3_000), ("plain_least_bytes", PLAIN + 3_000)]
 )
@@ -218,17 +150,6 @@ def test_step_that_runs_out_of_memory_is_undone_and_trained_again(call, monkeypa
     assert not backend.recording
 
 
-@pytest.mark.parametrize("call", [1, 3, 6])
-def test_plain_step_that_runs_out_of_memory_is_planned(call):
-    backend = FakeBackend()
-    backend.fails_at = {call}
-    trainer, report = driven(backend, options(limit=PLAIN))
-    train(trainer, 12)
-    assert backend.samples == list(range(12 * SIZE))
-    assert backend.kinds == ["plain"] * (call - 1) + ["remat"] * (13 - call)
-    assert "out-of-memory" in event_kinds(report)
-
-
 def test_first_step_of_a_smaller_batch_is_guarded_too(monkeypatch):
     monkeypatch.setattr(
         "keras_remat.training.undo.CHEAP_SHARE", -1.0
@@ -243,17 +164,6 @@ def test_first_step_of_a_smaller_batch_is_guarded_too(monkeypatch):
     )
     assert backend.samples == list(range(8 * SIZE + SIZE // 4))
     assert "out-of-memory" in event_kinds(report)
-
-
-def test_device_that_has_less_than_it_says_lowers_the_limit():
-    backend = FakeBackend(memory_bytes=2 * PLAIN)
-    backend.has_bytes = TIGHT
-    trainer, report = driven(backend, options(limit=None))
-    train(trainer, 12)
-    assert backend.samples == list(range(12 * SIZE))
-    assert event_kinds(report).count("out-of-memory") == 1
-    assert report.limit_bytes == TIGHT
-    assert trainer.plan.measured.peak_bytes <= TIGHT
 
 
 def test_batch_for_which_the_device_has_too_little_raises_from_the_frameworks_error():
@@ -286,26 +196,6 @@ def over_whatever_runs(plain_surplus, plan_surplus):
     )
 
 
-@pytest.mark.parametrize(
-    ("plain_surplus", "runs_first"), [(-PLAIN // 5, "remat"), (0, "remat"), (TIGHT, "plain")]
-)
-def test_the_plain_step_comes_back_where_no_plan_takes_less(plain_surplus, runs_first):
-    """Whether it was never run, as it was predicted over the limit, or was measured over it."""
-    backend = over_whatever_runs(plain_surplus, 2 * PLAIN)
-    limit = TIGHT if runs_first == "remat" else PLAIN
-    trainer, report = driven(backend, options(limit=limit))
-    with pytest.warns(UserWarning, match="The plain step of 100 samples takes .* over the limit"):
-        train(trainer, 40)
-    assert backend.kinds[0] == runs_first
-    assert backend.kinds[-20:] == ["plain"] * 20
-    assert trainer.settled
-    assert trainer.plan is None
-    assert trainer.settled_usage.peak_bytes == PLAIN + plain_surplus
-    assert backend.samples == list(range(40 * SIZE))
-    assert report.baseline_source == "measured"
-    assert report.baseline.peak_bytes == PLAIN + plain_surplus
-
-
 def test_a_plan_that_is_smaller_than_the_plain_step_stays(monkeypatch):
     monkeypatch.setattr("keras_remat.training.facts._PLAIN_OFF", 10.0)
     backend = over_whatever_runs(PLAIN, PLAIN // 2)
@@ -317,14 +207,6 @@ def test_a_plan_that_is_smaller_than_the_plain_step_stays(monkeypatch):
     assert trainer.settled
     assert trainer.settled_usage.peak_bytes < 2 * PLAIN
     assert backend.samples == list(range(40 * SIZE))
-
-
-def test_a_plain_step_that_keeps_to_the_limit_after_all_stays():
-    backend = over_whatever_runs(TIGHT - PLAIN, 2 * PLAIN)
-    trainer, report = driven(backend, options())
-    train(trainer, 40)
-    assert backend.kinds[-20:] == ["plain"] * 20
-    assert event_kinds(report)[-2:] == ["plain", "fits"]
 
 
 def test_a_plain_step_that_is_tried_and_runs_out_of_memory_is_undone():
@@ -374,70 +256,6 @@ def test_step_that_cannot_be_cut_is_refused_as_before():
     assert isinstance(caught.value.__cause__, UnsupportedModelError)
 
 
-def run_cut(trainer, steps):
-    for step in range(steps):
-        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(may_split=True))
-
-
-def test_step_that_measures_over_the_limit_under_every_plan_goes_on_in_micro_batches():
-    backend = FakeBackend()
-    backend.surplus_bytes = lambda what, size: (
-        TIGHT if backend.traced[-1] == SIZE else 0
-    )  # a whole batch takes more than any plan saves
-    trainer, report = driven(backend, options())
-    with pytest.warns(UserWarning, match="2 micro-batches"):
-        run_cut(trainer, 30)
-    assert event_kinds(report).count("tighten") >= 1
-    assert event_kinds(report).count("micro-batches") == 1
-    assert backend.samples == list(range(30 * SIZE))
-    assert trainer.settled
-    assert trainer.plan.measured.peak_bytes <= TIGHT
-    assert "within" in report.events[-1].message
-
-
-def test_micro_batches_that_do_not_help_leave_the_plan_that_measured_least():
-    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
-    trainer, report = driven(backend, options())
-    with pytest.warns(UserWarning, match="micro-batches"):
-        run_cut(trainer, 60)
-    assert 1 <= event_kinds(report).count("micro-batches") <= 3
-    assert backend.samples == list(range(60 * SIZE))
-    assert trainer.settled
-    assert "STILL OVER" in report.events[-1].message
-
-
-def test_step_that_cannot_be_cut_keeps_the_plan_that_measured_least():
-    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
-    backend.can_be_cut = False
-    trainer, report = driven(backend, options())
-    run_cut(trainer, 16)
-    assert trainer.settled
-    assert trainer.micro_batches == 1
-    assert trainer.problem.graph == chain_problem(SIZE).graph
-    assert "STILL OVER" in report.events[-1].message
-
-
-def test_plain_step_over_a_limit_no_schedule_meets_goes_on_in_micro_batches():
-    backend = FakeBackend()
-    backend.surplus_bytes = lambda what, size: 7 * PLAIN // 10 if backend.traced[-1] == SIZE else 0
-    trainer, _ = driven(backend, options(limit=PLAIN))
-    with pytest.warns(UserWarning, match="2 micro-batches"):
-        run_cut(trainer, 24)
-    assert backend.samples == list(range(24 * SIZE))
-    assert trainer.settled_peak_bytes <= PLAIN
-
-
-def test_batch_that_runs_out_of_memory_under_every_plan_is_trained_in_micro_batches():
-    backend = FakeBackend(memory_bytes=2 * PLAIN)
-    backend.has_bytes = chain_problem(SIZE // 2).floor_bytes + SIZE * 1024
-    trainer, _ = driven(backend, options(limit=None))
-    with pytest.warns(UserWarning, match="micro-batches"):
-        run_cut(trainer, 12)
-    assert backend.samples == list(range(12 * SIZE))
-    assert trainer.micro_batches > 1
-    assert trainer.plan.measured.peak_bytes <= backend.has_bytes
-
-
 def test_sample_that_does_not_fit_alone_is_refused():
     backend = FakeBackend()
     trainer, _ = driven(backend, options(limit=RESIDENT_BYTES + 1))
@@ -447,32 +265,6 @@ def test_sample_that_does_not_fit_alone_is_refused():
 
 
 # ------------------------------------------------------------------ over the limit all the same
-
-
-def test_plan_that_cannot_be_tightened_enough_is_tightened_in_part_and_measured():
-    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
-    trainer, report = driven(backend, options())
-    train(trainer, 16)
-    assert 1 <= event_kinds(report).count("tighten") <= 3
-    assert trainer.settled
-    assert "STILL OVER" in report.events[-1].message
-    assert trainer.plan.measured.peak_bytes > TIGHT
-
-
-def test_where_a_smaller_batch_trains_no_plan_runs_that_is_known_to_miss_the_limit(recwarn):
-    """One order shows that it takes more, and no other one is predicted to fit."""
-    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
-    trainer, report = driven(backend, options())
-    for step in range(16):
-        trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(allow_over_limit=False))
-    assert trainer.settled
-    assert "swap" not in event_kinds(report)
-    assert "tighten" not in event_kinds(report)  # after one measured step
-    assert len({what for what, _ in backend.ran}) == 1
-    assert "A smaller batch takes over." in next(
-        event.message for event in report.events if event.kind == "over-limit"
-    )
-    assert not [one for one in recwarn if "over the limit" in str(one.message)]
 
 
 def test_a_larger_batch_that_has_become_the_one_that_trains_is_not_said_to_give_way(recwarn):
@@ -488,47 +280,6 @@ def test_a_larger_batch_that_has_become_the_one_that_trains_is_not_said_to_give_
     assert "Training goes on with it" in str(recwarn[-1].message)
     assert not any("takes over" in event.message for event in report.events)
     assert backend.samples == list(range(30 * SIZE))
-
-
-def test_a_plan_that_is_predicted_to_save_little_is_measured():
-    """What one schedule measured above its prediction tells little of others."""
-    first = []
-
-    def surplus(what, size):
-        if what != "plain" and not first:
-            first.append(what)
-        return TIGHT if what in first else 0
-
-    trainer, report = driven(FakeBackend(surplus_bytes=surplus), options())
-    train(trainer, 16)
-    assert event_kinds(report).count("tighten") == 1
-    assert trainer.settled
-    assert trainer.plan.measured.peak_bytes <= TIGHT
-
-
-def test_plain_step_over_its_prediction_is_planned_with_what_was_too_much():
-    surplus = SIZE * 1024
-    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
-    trainer, report = driven(backend, options(limit=PLAIN))
-    train(trainer, 2)  # the first one tells nothing
-    assert backend.kinds == ["plain"] * 2
-    assert event_kinds(report) == ["exceeded"]
-    train(trainer, 10)
-    assert backend.kinds[2:] == ["remat"] * 10
-    assert trainer.settled
-    assert trainer.plan.measured.peak_bytes <= PLAIN
-    assert report.baseline_source == "measured"
-
-
-def test_plain_step_over_a_limit_no_schedule_meets_goes_on_and_says_so():
-    """What was measured plain does not end training: each plan has its chance, and the one that
-    needs least stays."""
-    backend = FakeBackend(surplus_bytes=lambda what, size: 10 * PLAIN)
-    trainer, report = driven(backend, options(limit=PLAIN))
-    train(trainer, 16)
-    assert backend.samples == list(range(16 * SIZE))
-    assert trainer.settled
-    assert "STILL OVER" in report.events[-1].message
 
 
 # ------------------------------------------------------------------ a limit that is just missed

@@ -13,17 +13,11 @@ from fake_backend import (
     chain_problem,
     event_kinds,
     quick_plan,
-    store_all_peak,
 )
-from fake_fit import driven, race_on
+from fake_fit import PLAIN, SIZE, TIGHT, driven, options, race_on, train
 
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModelError
-from keras_remat.training.arguments import FitOptions
-
-SIZE = 100
-PLAIN = store_all_peak(SIZE)
-TIGHT = int(PLAIN * 0.7)
 
 
 class Compiled(FakeBackend):
@@ -40,18 +34,8 @@ class Refuses(Compiled):
         raise UnsupportedModelError("an op without a kernel")
 
 
-def options_for(limit=TIGHT, **more):
-    given = {"memory_limit": limit, "solver": "greedy", "solver_time_limit_s": 2.0}
-    return FitOptions(**given | {"margin": 0.0, "profile_steps": 2} | more)
-
-
 def race_of(*backends, limit=TIGHT, **more):
-    return race_on(*backends, options=options_for(limit, **more))
-
-
-def train(race, steps, size=SIZE, first=0):
-    for step in range(steps):
-        race.run(batch_of(first + step * size, size))
+    return race_on(*backends, options=options(limit, **more))
 
 
 def trained(*backends):
@@ -205,14 +189,12 @@ class Cut(FakeBackend):
 
 def auto_race(*backends, limit=TIGHT, model=None, **more):
     model = {} if model is None else {"model": model}
-    return race_on(
-        *backends, options=options_for(limit, **more), chooses_micro_batches=True, **model
-    )
+    return race_on(*backends, options=options(limit, **more), chooses_micro_batches=True, **model)
 
 
 def step_s(backend, pieces, limit):
     """What a settled step takes where the number of pieces is given; infinite where none fits."""
-    trainer, _ = driven(backend, options_for(limit, micro_batches=pieces))
+    trainer, _ = driven(backend, options(limit, micro_batches=pieces))
     try:
         train(trainer, 12)
     except InfeasibleBudgetError:
@@ -319,7 +301,7 @@ def test_the_plain_step_s_time_is_told_by_the_whole_batch():
     race, report = auto_race(Cut(0.0))
     train(race, 150)
     assert race.pieces > 1
-    whole, told = driven(Cut(0.0), options_for())
+    whole, told = driven(Cut(0.0), options())
     train(whole, 30)
     assert report.baseline.time_s == pytest.approx(told.baseline.time_s, rel=0.01)
     assert report.baseline.peak_bytes == told.baseline.peak_bytes
