@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from keras_remat.backends.base import Backend, TracedStep
@@ -110,7 +109,9 @@ AnyScaling = BatchScaling | SlicedScaling
 
 
 def searched_in_slices(
-    scaling: AnyScaling, search: Callable[[AnyScaling, float], BatchSearch]
+    scaling: AnyScaling,
+    search: Callable[[AnyScaling, float], BatchSearch],
+    share: float = 1.0,
 ) -> tuple[AnyScaling, BatchSearch]:
     """Returns what a search finds; of a step in slices, in twice as many, too, as long as that
     leads further.
@@ -118,11 +119,12 @@ def searched_in_slices(
     Args:
         scaling: the step's costs at any size.
         search: searches the largest batch in a share of the time, the second argument.
+        share: of the time, what the first search may take.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even the first search finds anything.
     """
-    found, share = search(scaling, 1.0), 1.0
+    found = search(scaling, share)
     more = scaling.in_more() if isinstance(scaling, SlicedScaling) else None
     while more is not None:
         share /= 2
@@ -158,7 +160,7 @@ def searched_further(
     for at, sliced in enumerate(in_slices):
         share = _SHARE_IN_SLICES / 2**at
         try:
-            further, its = searched_in_slices(sliced, partial(_in_share, search, share))
+            further, its = searched_in_slices(sliced, search, share)
         except (InfeasibleBudgetError, ScheduleNotFoundError):
             continue
         parts = sliced.slicing.parts
@@ -166,15 +168,6 @@ def searched_further(
         if is_reached or its.max_batch_size >= _WORTH_SLICES * found.max_batch_size:
             return further, its
     return scaling, found
-
-
-def _in_share(
-    search: Callable[[AnyScaling, float], BatchSearch],
-    share: float,
-    scaling: AnyScaling,
-    of_it: float,
-) -> BatchSearch:
-    return search(scaling, share * of_it)
 
 
 def scalings_below(

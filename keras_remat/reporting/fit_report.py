@@ -147,19 +147,11 @@ class AutotuneReport:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "limit_bytes": self.limit_bytes,
-            "max_batch_size": self.max_batch_size,
-            "batch_size": self.batch_size,
-            "baseline_batch_size": self.baseline_batch_size,
+            **vars(self),
             "baseline": None if self.baseline is None else vars(self.baseline),
-            "baseline_source": self.baseline_source,
             "epochs": [vars(epoch) for epoch in self.epochs],
             "events": [vars(event) | {"kind": str(event.kind)} for event in self.events],
             "plan": None if self.plan is None else self.plan.to_dict(),
-            "phase_peak_bytes": self.phase_peak_bytes,
-            "predicted_phases": self.predicted_phases,
-            "setup_s": self.setup_s,
-            "setup_limit_s": self.setup_limit_s,
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
