@@ -32,8 +32,8 @@ EXAMPLES = {
     "torch": "examples/torch_fit.py",
 }
 OF_ALL = (
-    "test_accumulate.py", "test_batches.py", "test_conformance.py", "test_fit.py",
-    "test_versions.py",
+    "test_accumulate.py", "test_batches.py", "test_conformance.py", "test_data.py",
+    "test_fit.py", "test_versions.py",
 )  # fmt: skip
 SHORT = {
     "tensorflow": ("test_versions.py", "tensorflow/test_private.py", "tensorflow/test_swap.py"),

@@ -9,6 +9,8 @@ import on_tensorflow
 import pytest
 
 import keras_remat
+from keras_remat.backends.versions import check_card_compiler
+from keras_remat.errors import RematError
 
 #: It waits minutes for a process of its own.
 LONGEST = "test_jax.py"
@@ -49,6 +51,22 @@ def pytest_collection_finish(session):
         if private.has_made_devices():
             raise pytest.UsageError("a test file makes a tensor when it is imported")
         keras_remat.enable_cpu_memory_stats()
+
+
+@pytest.fixture(scope="session")
+def card_compiler():
+    """Skips where no card can be compiled for."""
+    try:
+        check_card_compiler()
+    except RematError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def compiler_of_cards(request):
+    """A test that is marked so compiles for a card."""
+    if request.node.get_closest_marker("card"):
+        request.getfixturevalue("card_compiler")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -62,6 +62,36 @@ def small():
     return compiled(keras.Model(inputs, layers.Dense(10)(layers.Dropout(0.3)(layers.ReLU()(x)))))
 
 
+def head(vocabulary, samples, **options):
+    """A language model of which all is small but the vocabulary, and a batch of its texts."""
+    keras.utils.set_random_seed(0)
+    inputs = layers.Input((32,), dtype="int32")
+    x = layers.Dropout(0.1)(layers.Embedding(512, 32)(inputs))
+    model = keras.Model(inputs, layers.Dense(vocabulary)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, **options)
+    texts = np.random.default_rng(0).integers(0, 512, (2, samples, 32))
+    return model, tuple(texts.astype("int32"))
+
+
+def regression(width=32):
+    """Three dense layers, whose loss is a mean."""
+    keras.utils.set_random_seed(0)
+    inputs = x = layers.Input((16,))
+    for _ in range(3):
+        x = layers.Dense(width, activation="tanh")(x)
+    model = keras.Model(inputs, layers.Dense(4)(x))
+    model.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
+    return model
+
+
+def weighted_samples(count):
+    """Samples of a regression, with weights of which no two are alike."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(count, 16)), rng.normal(size=(count, 4))
+    return x.astype("float32"), y.astype("float32"), np.linspace(0.5, 1.5, count, dtype="float32")
+
+
 def recurrent(units=16, steps=12):
     """A recurrent layer: its time loop is one op."""
     inputs = layers.Input((steps, 8))

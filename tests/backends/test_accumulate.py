@@ -4,6 +4,7 @@ memory; refused where the sum would not be that."""
 import keras
 import numpy as np
 import pytest
+from jax_models import regression, weighted_samples
 from keras import layers
 
 import keras_remat
@@ -12,23 +13,6 @@ from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning import slicing
 
 SGD = keras.optimizers.SGD
-
-
-def dense(width=32):
-    """A regression; its loss is a mean."""
-    keras.utils.set_random_seed(0)
-    inputs = x = layers.Input((16,))
-    for _ in range(3):
-        x = layers.Dense(width, activation="tanh")(x)
-    model = keras.Model(inputs, layers.Dense(4)(x))
-    model.compile(SGD(0.5), "mse", metrics=["mae"])
-    return model
-
-
-def samples(count):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(count, 16)), rng.normal(size=(count, 4))
-    return x.astype("float32"), y.astype("float32"), np.linspace(0.5, 1.5, count, dtype="float32")
 
 
 def stepped(model, batch, count):
@@ -44,8 +28,8 @@ def stepped(model, batch, count):
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_weights_and_metrics_are_those_of_the_whole_batch(count):
-    whole, logs = stepped(dense(), samples(47), 1)
-    cut, logs_of_pieces = stepped(dense(), samples(47), count)
+    whole, logs = stepped(regression(), weighted_samples(47), 1)
+    cut, logs_of_pieces = stepped(regression(), weighted_samples(47), count)
     for mine, theirs in zip(cut, whole, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
     assert logs_of_pieces == pytest.approx(logs, rel=1e-5)
@@ -83,10 +67,10 @@ def test_own_train_steps_and_sums_are_refused():
     inputs = layers.Input((16,))
     own = Own(inputs, layers.Dense(4)(inputs))
     own.compile("sgd", "mse")
-    assert_refused(own, samples(8), "train_step of its own")
-    model = dense()
+    assert_refused(own, weighted_samples(8), "train_step of its own")
+    model = regression()
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
-    assert_refused(model, samples(8), "reduces by 'sum'")
+    assert_refused(model, weighted_samples(8), "reduces by 'sum'")
 
 
 @pytest.mark.parametrize("on_instance", [False, True])
@@ -102,7 +86,7 @@ def test_own_losses_are_refused(on_instance):
     model.compile("sgd")
     if on_instance:
         model.compute_loss = Own.compute_loss.__get__(model)
-    assert_refused(model, samples(8), "compute_loss of its own")
+    assert_refused(model, weighted_samples(8), "compute_loss of its own")
 
 
 def test_losses_that_are_no_means_over_the_batch_are_refused():
@@ -170,18 +154,18 @@ def test_what_sees_a_whole_batch_is_named():
         return model
 
     resting = layers.BatchNormalization(trainable=False), layers.Normalization(mean=0, variance=1)
-    assert differences(compiled(*resting, layers.Dropout(0.1)), samples(8)) == ()
+    assert differences(compiled(*resting, layers.Dropout(0.1)), weighted_samples(8)) == ()
     moving = layers.BatchNormalization(name="first"), layers.BatchNormalization()
-    assert differences(compiled(*moving), samples(8), 1) == ()
-    (said,) = differences(compiled(*moving), samples(8))
+    assert differences(compiled(*moving), weighted_samples(8), 1) == ()
+    (said,) = differences(compiled(*moving), weighted_samples(8))
     assert "(first and 1 more) see one micro-batch" in said
     named = layers.BatchNormalization(name="spectral")
     if keras.backend.backend() != "torch":  # it differentiates through a branch
         named = layers.SpectralNormalization(layers.Dense(3), name="spectral")
-    state, metric = differences(compiled(named, metrics=["mae", root_mean]), samples(8))
+    state, metric = differences(compiled(named, metrics=["mae", root_mean]), weighted_samples(8))
     assert "(spectral) see one micro-batch" in state
     assert "(root_mean) are the means" in metric
-    assert np.isfinite(compiled(*moving).evaluate(*samples(8)[:2], verbose=0)[0])
+    assert np.isfinite(compiled(*moving).evaluate(*weighted_samples(8)[:2], verbose=0)[0])
 
 
 def test_metrics_of_several_outputs_outlive_a_refusal(monkeypatch):
@@ -239,10 +223,10 @@ def test_fit_trains_in_micro_batches_where_no_schedule_fits(monkeypatch):
     """The limit is below what one batch needs in one piece, and slices do not help; plain ``fit``
     gives the same losses."""
     monkeypatch.setattr(slicing, "candidates", lambda *arguments: iter(()))
-    x, y, _ = samples(4096)
+    x, y, _ = weighted_samples(4096)
     options = {"batch_size": 2048, "shuffle": False, "epochs": 6, "verbose": 0}
-    expected = dense(512).fit(x, y, **options).history["loss"]
-    model, backend = dense(512), load_backend()
+    expected = regression(512).fit(x, y, **options).history["loss"]
+    model, backend = regression(512), load_backend()
     traced = backend.trace(model, backend.example_batch(model, (x[:2048], y[:2048])))
     profile = backend.estimated_profile(traced, backend.device.in_use_bytes())
     remat = keras_remat.RematAutotune(

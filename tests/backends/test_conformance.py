@@ -1,6 +1,7 @@
 """What every path that runs a step must do: in order or compiled, on the framework that Keras runs
 on. Several replicas need processes of their own, which their folders start."""
 
+import jax_models
 import keras
 import numpy as np
 import pytest
@@ -25,12 +26,8 @@ SAMPLES, ROWS = 16, 2048
 def head(path):
     """A language model of which all is small but the vocabulary, and a batch of its texts: 16 MiB
     of logits."""
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((32,), dtype="int32")
-    x = layers.Dropout(0.1)(layers.Embedding(512, 32)(inputs))
-    model = keras.Model(inputs, layers.Dense(8192)(x))
-    texts = np.random.default_rng(0).integers(0, 512, (2, SAMPLES, 32))
-    return compiled(model, path, metrics=[]), tuple(texts.astype("int32"))
+    model, texts = jax_models.head(8192, SAMPLES)
+    return compiled(model, path, metrics=[]), texts
 
 
 def images(path, count):

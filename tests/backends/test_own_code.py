@@ -9,6 +9,7 @@ from collections.abc import Mapping, ValuesView
 import keras
 import numpy as np
 import pytest
+from fit_pairs import callback
 
 import keras_remat
 from keras_remat.backends.base import load_backend
@@ -19,13 +20,6 @@ SAMPLES, BATCH = 48, 16
 #: XLA may add up in another order.
 TOLERANCE = 1e-5 if BACKEND == "jax" else 0.0
 Pair = collections.namedtuple("Pair", "one other")
-
-
-def callback(**options):
-    return keras_remat.RematAutotune(
-        "8GiB", "keep", solver="greedy", profile_steps=1, solver_time_limit_s=5.0, verbose=0,
-        **options,
-    )  # fmt: skip
 
 
 def data():

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 import keras_remat
-from keras_remat.backends.versions import check_card_compiler
 from keras_remat.cards import process
 from keras_remat.cards import will_it_fit as asking
 from keras_remat.cards.process import ArraySpec, Request
 from keras_remat.cards.report import FITS, CardRow
 from keras_remat.core.target import live
-from keras_remat.errors import MissingPackageError, RematError, UnsupportedModelError
+from keras_remat.errors import MissingPackageError, UnsupportedModelError
 from keras_remat.units import GIB, KIB, MIB
 
 
@@ -67,10 +66,6 @@ def test_the_whole_way_from_any_backend(monkeypatch, tmp_path):
 
 @pytest.mark.card
 def test_a_card_of_the_table(tmp_path, monkeypatch):
-    try:
-        check_card_compiler()
-    except RematError as error:
-        pytest.skip(str(error))
     model_of(width=128).save(tmp_path / "model.keras")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -220,10 +215,6 @@ def test_a_model_that_does_not_run_on_jax_is_asked_about_on_tensorflow(monkeypat
 
 @pytest.mark.card
 def test_a_model_in_tensorflow_s_own_ops():
-    try:
-        check_card_compiler()
-    except RematError as error:
-        pytest.skip(str(error))
     model, (x,) = keras_models.vae()
     report = keras_remat.will_it_fit(
         model, (x,), ["T4", "H100"], batch_size=2**15, time_limit_s=2.0

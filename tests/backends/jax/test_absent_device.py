@@ -17,14 +17,13 @@ from keras_remat.backends.jax.measure import memory, memory_of
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.jax.writer import GpuWriter
-from keras_remat.backends.versions import check_card_compiler
 from keras_remat.backends.xla.module_costs import costs
 from keras_remat.backends.xla.protect import Run, Writing
 from keras_remat.cards.table import CARDS, card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import RematError, UnsupportedModelError
+from keras_remat.errors import UnsupportedModelError
 from keras_remat.solvers import solve
 from keras_remat.units import MIB
 
@@ -74,15 +73,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    """Skips where no card can be compiled for."""
-    try:
-        check_card_compiler()
-    except RematError as error:
-        pytest.skip(str(error))
-
-
 def built(build, policy):
     """The compiled model, and a batch."""
     before = keras.config.dtype_policy()
@@ -111,7 +101,7 @@ class Step:
 
 @pytest.mark.card
 @pytest.mark.parametrize(("build", "policy", "name"), CASES)
-def test_a_step_for_a_card(compiler, build, policy, name):
+def test_a_step_for_a_card(build, policy, name):
     """It compiles, plain and lowered; what is computed again is left; a limit is worth bytes."""
     model, batch = built(build, policy)
     traced = trace(model, batch, target=card(name))
@@ -161,7 +151,7 @@ def decoder():
     ("build", "policy"),
     [(residual, "float32"), (residual, "mixed_bfloat16"), (decoder, "float32")],
 )
-def test_no_copy_of_an_image_is_kept(compiler, build, policy):
+def test_no_copy_of_an_image_is_kept(build, policy):
     """On a card without units for bfloat16, not in 32 bits either."""
     model, batch = built(build, policy)
     traced = trace(model, batch, target=card("T4"))
@@ -191,7 +181,7 @@ def planned(traced, share):
 
 
 @pytest.mark.card
-def test_copies_of_queries_keys_values_and_scores_are_not_kept(compiler, monkeypatch):
+def test_copies_of_queries_keys_values_and_scores_are_not_kept(monkeypatch):
     """cuBLAS reads transposed ones, on cards where XLA writes no products itself."""
     model, batch = built(attention, "float32")
     traced = trace(model, batch, target=card("T4"))
@@ -215,7 +205,7 @@ def pooled():
 
 
 @pytest.mark.card
-def test_gradients_of_dense_kernels_do_not_wait_for_the_end_of_the_step(compiler, monkeypatch):
+def test_gradients_of_dense_kernels_do_not_wait_for_the_end_of_the_step(monkeypatch):
     """Nor does a ReLU that runs again share a kernel with its gradient."""
     model, batch = built(pooled, "float32")
     traced = trace(model, batch, target=card("H100"))
@@ -236,7 +226,7 @@ def swish():
 
 
 @pytest.mark.card
-def test_sigmoids_of_swish_are_not_kept(compiler):
+def test_sigmoids_of_swish_are_not_kept():
     model, batch = built(swish, "float32")
     traced = trace(model, batch, target=card("H100"))
     problem = Problem(traced.graph, estimated_profile(traced))
@@ -246,7 +236,7 @@ def test_sigmoids_of_swish_are_not_kept(compiler):
 
 
 @pytest.mark.card
-def test_what_is_held_takes_about_the_bytes_of_a_strict_step_and_is_quicker(compiler):
+def test_what_is_held_takes_about_the_bytes_of_a_strict_step_and_is_quicker():
     model, batch = built(residual, "float32")
     traced = trace(model, batch, target=card("H100"))
     order, _ = planned(traced, 0.5)
@@ -258,7 +248,7 @@ def test_what_is_held_takes_about_the_bytes_of_a_strict_step_and_is_quicker(comp
 
 @pytest.mark.card
 @pytest.mark.parametrize("build", [recurrent, cnn])
-def test_a_compilation_that_is_cut_short_tells_what_a_whole_one_does(compiler, build):
+def test_a_compilation_that_is_cut_short_tells_what_a_whole_one_does(build):
     """A process does it that has no device; the whole one needs JAX on a CPU."""
     model, batch = built(build, "float32")
     step = Step(trace(model, batch, target=card("T4")), None)
@@ -267,7 +257,7 @@ def test_a_compilation_that_is_cut_short_tells_what_a_whole_one_does(compiler, b
 
 
 @pytest.mark.card
-def test_what_the_compiler_refuses_is_told(compiler):
+def test_what_the_compiler_refuses_is_told():
     with pytest.raises(UnsupportedModelError, match="XLA:GPU does not compile the step"):
         absent_device.compiler().compiled(b"ML\xefR and nothing", card("T4"))
 

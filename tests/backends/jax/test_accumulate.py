@@ -4,6 +4,7 @@ import jax_models as models
 import keras
 import numpy as np
 import pytest
+from jax_models import regression, weighted_samples
 from keras import layers
 
 import keras_remat
@@ -13,23 +14,6 @@ from keras_remat.backends.jax.private import state_values
 from keras_remat.backends.jax.trace import trace
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
-
-
-def dense():
-    """A regression; its loss is a mean."""
-    keras.utils.set_random_seed(0)
-    inputs = x = layers.Input((16,))
-    for _ in range(3):
-        x = layers.Dense(128, activation="tanh")(x)
-    model = keras.Model(inputs, layers.Dense(4)(x))
-    model.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
-    return model
-
-
-def samples(count):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(count, 16)), rng.normal(size=(count, 4))
-    return x.astype("float32"), y.astype("float32"), np.linspace(0.5, 1.5, count, dtype="float32")
 
 
 def test_a_piece_starts_when_the_one_before_has_ended(monkeypatch):
@@ -57,11 +41,11 @@ def test_the_forward_phase_of_every_piece_is_one():
 
 def test_fit_chooses_pieces_and_recomputation_together():
     """Every number of pieces that is tried trains batches; so does the odd last one."""
-    x, y, weights = samples(3 * 4096 + 300)
+    x, y, weights = weighted_samples(3 * 4096 + 300)
     options = {
         "batch_size": 4096, "sample_weight": weights, "shuffle": False, "epochs": 9, "verbose": 0,
     }  # fmt: skip
-    model = dense()
+    model = regression()
     watching = keras_remat.RematAutotune(batch_size="keep", profile_steps=1, verbose=0)
     expected = model.fit(x, y, **options, callbacks=[watching]).history
     plain, resident = watching.report.baseline.peak_bytes, watching.problem.profile.resident_bytes
@@ -70,7 +54,7 @@ def test_fit_chooses_pieces_and_recomputation_together():
         memory_limit=limit, micro_batches="auto", solver="greedy", solver_time_limit_s=5.0,
         profile_steps=1, verbose=0,
     )  # fmt: skip
-    history = dense().fit(x, y, **options, callbacks=[remat]).history
+    history = regression().fit(x, y, **options, callbacks=[remat]).history
     told = [event.message for event in remat.report.events if event.kind == "micro-batches"]
     assert any("in 2 micro-batches" in message for message in told)
     assert any(message.startswith("Measured per step") for message in told)
@@ -87,7 +71,7 @@ def test_what_computes_the_loss_without_state_is_not_cut_either(name):
     model = type("Own", (keras.Model,), own)(inputs, layers.Dense(4)(inputs))
     model.compile("sgd", "mse")
     with pytest.raises(UnsupportedModelError, match=f"{name} of its own"):
-        trace(model, samples(8), 2)
+        trace(model, weighted_samples(8), 2)
 
 
 def test_a_scaled_loss_is_cut_too():

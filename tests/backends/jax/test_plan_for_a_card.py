@@ -12,7 +12,6 @@ import pytest
 import keras_remat
 from keras_remat.backends.jax import JaxBackend
 from keras_remat.backends.jax.measure import live_target
-from keras_remat.backends.versions import check_card_compiler
 from keras_remat.cards.table import card
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -35,13 +34,6 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(JaxBackend, "_compile_bytes", compile_bytes)
     return seen
-
-
-def skip_without_compiler():
-    try:
-        check_card_compiler()
-    except RematError as error:
-        pytest.skip(str(error))
 
 
 def settled(plan):
@@ -106,7 +98,6 @@ class SharpnessAware(keras.Model):
 @pytest.mark.card
 def test_a_sharpness_aware_step_with_batch_normalization_is_planned_far_below_plain():
     """XLA's compiler for CPUs keeps more of it."""
-    skip_without_compiler()
     inputs = x = keras.Input((32, 32, 8))
     for _ in range(4):
         x = keras.layers.Conv2D(32, 3, padding="same", use_bias=False)(x)
@@ -198,7 +189,6 @@ def test_what_differs_from_the_card_is_named(compiled):
 
 @pytest.mark.card
 def test_a_plan_compiled_for_a_card():
-    skip_without_compiler()
     model = models.mixer()
     batch = models.batch(model, 512)
     plain = keras_remat.make_plan(model, batch, card="T4")

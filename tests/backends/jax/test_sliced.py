@@ -11,26 +11,17 @@ from keras_remat.backends.jax import JaxBackend, backend, private
 from keras_remat.backends.jax.lower import lower, lower_plain
 from keras_remat.backends.jax.measure import copy_state, memory
 from keras_remat.backends.jax.sliced import part_source
-from keras_remat.backends.versions import check_card_compiler
 from keras_remat.cards.table import card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import Slicing
-from keras_remat.errors import RematError
 from keras_remat.planning.slicing import in_micro_batches
 
 PARTS = 2
 
 
-def head(vocabulary=4096, samples=16):
-    """A language model of which all is small but the vocabulary, and a batch of its texts."""
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((32,), dtype="int32")
-    x = keras.layers.Dropout(0.1)(keras.layers.Embedding(512, 32)(inputs))
-    model = keras.Model(inputs, keras.layers.Dense(vocabulary)(x))
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    texts = np.random.default_rng(0).integers(0, 512, (2, samples, 32))
-    return model, tuple(texts.astype("int32"))
+def head():
+    return models.head(4096, 16)
 
 
 def traced(model, batch, on=None):
@@ -173,11 +164,7 @@ def test_what_depends_on_other_samples_stays_whole():
 
 @pytest.mark.card
 def test_the_head_of_a_language_model_takes_a_fifth_on_a_card():
-    try:
-        check_card_compiler()
-    except RematError as error:
-        pytest.skip(str(error))
-    model, batch = head(vocabulary=32768, samples=64)
+    model, batch = models.head(32768, 64)
     on = JaxBackend(card("H100"))
     step = traced(model, batch, on)
     problem = Problem(step.graph, on.estimated_profile(step))

@@ -1,6 +1,12 @@
-"""A recording of TensorFlow's profiler, written by hand."""
+"""A recording of TensorFlow's profiler, written by hand, and the step that it is of."""
+
+from types import SimpleNamespace
+
+import gpu_stand_in
 
 from keras_remat.backends.tensorflow.private import read_trace
+from keras_remat.backends.tensorflow.profiler.recorder import Recording
+from keras_remat.core.schedule import Schedule
 
 
 class Trace:
@@ -49,3 +55,40 @@ class Trace:
 
     def free(self, at_us, address):
         self.event("MemoryDeallocation", at_us, addr=address)
+
+
+def recorded(*traces, kernels=(), errors=()):
+    """What the profiler would return."""
+    return Recording((*(trace.plane for trace in traces), *kernels), tuple(errors))
+
+
+def lowered_with(traced, order=None):
+    """What :func:`measured_profile` reads of a lowered step: node names at positions, a repeated op
+    under a name of its own."""
+    schedule = Schedule.store_all(traced.graph) if order is None else Schedule(order)
+    names, seen = [], {}
+    for op_id in schedule.order:
+        copies = seen[op_id] = seen.get(op_id, -1) + 1
+        suffix = f"/remat_{copies}" if copies else ""
+        names.append(
+            tuple(name + suffix for name in traced.node_names[traced.graph.ops[op_id].name])
+        )
+    return SimpleNamespace(names=names, schedule=schedule, traced=traced)
+
+
+def full_trace(lowered, duration_us=7, **options):
+    trace = Trace(**options)
+    for at, (name, *_) in enumerate(lowered.names):
+        trace.event(f"{name}:Kind", at * 10, duration_us)
+    return trace
+
+
+def kernels_of(lowered, seconds, **options):
+    """A device plane with one kernel per node, ``seconds(position)`` long."""
+    ops = lowered.traced.graph.ops
+    named = {
+        f"{name}:{ops[op_id].kind}": seconds(at)
+        for at, (names, op_id) in enumerate(zip(lowered.names, lowered.schedule.order, strict=True))
+        for name in names[:1]
+    }
+    return gpu_stand_in.device_plane(named, **options)

@@ -2,6 +2,7 @@
 
 from random import Random
 
+import jax_models
 import keras
 import numpy as np
 import pytest
@@ -24,16 +25,9 @@ from keras_remat.errors import InfeasibleBudgetError
 SAMPLES = 16
 
 
-def head(vocabulary=16384, samples=SAMPLES):
-    """A language model of which all is small but the vocabulary, and a batch of its texts."""
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((32,), dtype="int32")
-    x = layers.Dropout(0.1)(layers.Embedding(512, 32)(inputs))
-    model = keras.Model(inputs, layers.Dense(vocabulary)(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss, metrics=["accuracy"])
-    texts = np.random.default_rng(0).integers(0, 512, (2, samples, 32))
-    return model, tuple(texts.astype("int32"))
+def head(samples=SAMPLES):
+    """A language model of which all is small but the logits, and a batch of its texts."""
+    return jax_models.head(16384, samples, metrics=["accuracy"])
 
 
 def convnet():

@@ -11,20 +11,12 @@ from keras_remat.backends.base import load_backends
 from keras_remat.backends.tensorflow import compiled
 from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.mirrored import backend as mirrored
-from keras_remat.backends.versions import check_card_compiler
 from keras_remat.cards.table import card
 from keras_remat.core import interpreter
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import RematError, UnsupportedModelError
+from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning import make_plan as planning
-
-
-def needs_compiler():
-    try:
-        check_card_compiler()
-    except RematError as error:
-        pytest.skip(str(error))
 
 
 def convnet():
@@ -58,7 +50,6 @@ def transformer():
 @pytest.mark.card
 @pytest.mark.parametrize("made", [convnet, transformer])
 def test_a_plan_takes_what_the_compiler_of_a_card_says(made):
-    needs_compiler()
     model, batch = made()
     target = card("H100")
     (backend,) = load_backends(model, "auto", target)
@@ -105,7 +96,6 @@ def test_sigmoids_and_what_is_joined_do_not_exist_on_a_card(monkeypatch):
 
 @pytest.mark.card
 def test_sigmoids_and_what_is_joined_are_not_kept():
-    needs_compiler()
     model, batch = joined()
     target = card("H100")
     (backend,) = load_backends(model, "auto", target)
@@ -159,8 +149,8 @@ def test_an_order_and_several_devices_are_refused(simulated_compiler, monkeypatc
         keras_remat.make_plan(model, batch, "8MiB", card="T4")
 
 
+@pytest.mark.usefixtures("card_compiler")
 def test_a_process_that_dies_is_told(monkeypatch):
-    needs_compiler()
     start, code = (
         interpreter.start,
         "import sys; print('no compiler', file=sys.stderr); sys.exit(3)",

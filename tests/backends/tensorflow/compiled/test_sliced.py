@@ -1,5 +1,6 @@
 """Steps that XLA compiles in slices compute what whole ones do, in less memory."""
 
+import jax_models
 import keras
 import keras_models
 import numpy as np
@@ -10,12 +11,10 @@ from keras import layers
 import keras_remat
 from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
-from keras_remat.backends.versions import check_card_compiler
 from keras_remat.cards.table import card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import Slicing
-from keras_remat.errors import RematError
 
 MIB = 2**20
 
@@ -31,18 +30,6 @@ def noisy(batch=8):
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rng = np.random.default_rng(0)
     return model, (rng.normal(size=(batch, 7, 4)).astype("float32"), rng.integers(0, 4, batch))
-
-
-def head(vocabulary=16384, samples=32):
-    """A language model of which all is small but the vocabulary, and a batch of its texts."""
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((32,), dtype="int32")
-    x = layers.Dropout(0.1)(layers.Embedding(512, 32)(inputs))
-    model = keras.Model(inputs, layers.Dense(vocabulary)(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss, jit_compile=True)
-    texts = np.random.default_rng(0).integers(0, 512, (2, samples, 32))
-    return model, tuple(texts.astype("int32"))
 
 
 @pytest.mark.parametrize("name", [pytest.param("convnet", marks=pytest.mark.slow), "noisy"])
@@ -79,11 +66,7 @@ def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums(name):
 
 @pytest.mark.card
 def test_a_card_trains_the_head_of_a_language_model_in_a_fifth():
-    try:
-        check_card_compiler()
-    except RematError as error:
-        pytest.skip(str(error))
-    model, batch = head(vocabulary=32768, samples=64)
+    model, batch = jax_models.head(32768, 64, jit_compile=True)
     on = CompiledBackend(card("H100"))
     step = on.trace(model, on.example_batch(model, batch))
     problem = Problem(step.graph, on.estimated_profile(step))
