@@ -33,13 +33,14 @@ from keras_remat.backends.jax.kinds import (
 from keras_remat.backends.jax.sharding import Layout
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
+from keras_remat.backends.xla.protect import Writer
 from keras_remat.core.target import Target
 
 CHANNELS_FIRST = (0, 3, 1, 2)
 """The layout of images that cuDNN reads channels first, as Keras numbers their dimensions."""
 
 
-class JaxWriter:
+class JaxWriter(Writer):
     """Writes a program as it is: values are tracers or arrays.
 
     Args:
@@ -58,12 +59,6 @@ class JaxWriter:
 
     def given(self, values: Sequence[Any]) -> None:
         """Takes the step's inputs and constants, by number."""
-
-    def may_trigger(self, number: int) -> bool:
-        return True
-
-    def keeps_layout(self, number: int) -> bool:
-        return True
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
@@ -90,17 +85,11 @@ class JaxWriter:
     def may_guard(self, equation: Any, value: Any) -> bool:
         return True
 
-    def copied(self, at: int) -> Sequence[int]:
-        return ()
-
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
         return never(triggers, in_branch)
 
     def guard(self, value: Any, condition: Any) -> Any:
         return guard(value, condition)
-
-    def guard_made(self, value: Any, condition: Any) -> Any:
-        return self.guard(self.hold(value), condition)
 
     def hold(self, value: Any) -> Any:
         return lax.optimization_barrier(value)

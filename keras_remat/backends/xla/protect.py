@@ -133,10 +133,12 @@ class Writer(Protocol):
 
     def may_trigger(self, number: int) -> bool:
         """Returns whether a number may be read for a trigger."""
+        return True
 
     def keeps_layout(self, number: int) -> bool:
         """Returns whether a weight's gradient is laid as the weight, so that the update is in
         place; else new moments wait for a copy, and the later they are made the better."""
+        return True
 
     def literal(self, atom: Any) -> Any:
         """Returns a literal as an input of its equation."""
@@ -156,6 +158,7 @@ class Writer(Protocol):
 
     def copied(self, at: int) -> Sequence[int]:
         """Returns which inputs of equation number ``at`` its kernel reads a transposed copy of."""
+        return ()
 
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
         """Returns a boolean scalar that is false and can be known only when all ``triggers``
@@ -171,6 +174,7 @@ class Writer(Protocol):
 
     def guard_made(self, value: Any, condition: Any) -> Any:
         """Returns the same of a value that exists, and is not computed again for it."""
+        return self.guard(self.hold(value), condition)
 
     def hold(self, value: Any) -> Any:
         """Returns the same value, which no reader can compute again in its own loop."""

@@ -26,13 +26,13 @@ from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph.nodes import run_node
 from keras_remat.backends.tensorflow.graph.step import given_leaves, packed
 from keras_remat.backends.tensorflow.memory import exhausted, measure
-from keras_remat.backends.xla.protect import Run
+from keras_remat.backends.xla.protect import Run, Writer
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
 
 
-class _Writer:
+class _Writer(Writer):
     """Is TensorFlow as :class:`keras_remat.backends.xla.protect.Writer`: values are tensors of the
     function that is traced."""
 
@@ -43,12 +43,6 @@ class _Writer:
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         return run_node(self._program.equations[at].source, inputs)
-
-    def may_trigger(self, number: int) -> bool:
-        return True
-
-    def keeps_layout(self, number: int) -> bool:
-        return True
 
     def literal(self, atom: Any) -> Any:
         if atom.name not in self._literals:
@@ -63,9 +57,6 @@ class _Writer:
     def is_inexact(self, value: Any) -> bool:
         return bool(value.dtype.is_floating or value.dtype.is_complex)
 
-    def copied(self, at: int) -> Sequence[int]:
-        return ()
-
     def may_guard(self, equation: Any, value: Any) -> bool:
         """Returns whether XLA may learn a value late: it wants shapes, axes and permutations when
         it compiles, which are integers and no random keys."""
@@ -77,9 +68,6 @@ class _Writer:
 
     def guard(self, value: Any, condition: Any) -> Any:
         return guard(value, condition)
-
-    def guard_made(self, value: Any, condition: Any) -> Any:
-        return self.guard(self.hold(value), condition)
 
     def hold(self, value: Any) -> Any:
         return private.optimization_barrier(value)
