@@ -61,18 +61,19 @@ class DeviceMemory(Protocol):
 
 
 class MemoryModel(Protocol):
-    """Predicts the peak that the device will show for a schedule."""
+    """Predicts the peak that the device will show for a schedule; what is said here holds where a
+    model knows no better."""
 
-    order_matters: bool
+    order_matters: bool = False
     """Says whether moving ops about, with none recomputed more or less, changes the peak."""
-    restores_after_plain: bool
+    restores_after_plain: bool = False
     """Says whether a planned step that follows Keras's own shows its peak only after the model's
     state was put back between them."""
 
-    rewrites: bool
+    rewrites: bool = False
     """Says whether a schedule that takes more than its problem's budget may be compiled in another
     way, which takes less and is slower."""
-    smallest_bytes: int
+    smallest_bytes: int = 0
     """Says how large an array is at least that the device counts; 0 where it counts all."""
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
@@ -80,14 +81,17 @@ class MemoryModel(Protocol):
 
     def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the predicted peak of Keras's own step in an order, resident bytes included."""
+        return self.peak_bytes(problem, schedule)
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns the peak where compiling tells it before a run; ``None`` where only a run
         does."""
+        return None
 
     def compiled_time_ratio(self, problem: Problem, schedule: Schedule) -> float | None:
         """Returns the time of a compiled schedule over that of Keras's own step, by what the
         compiler made of both; ``None`` where that is not known."""
+        return None
 
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from what a schedule measured."""
@@ -139,16 +143,13 @@ class Calibration:
         return max(0, round(simulated_bytes + float(surplus) * store_all_bytes))
 
 
-class CalibratedMemory:
+class CalibratedMemory(MemoryModel):
     """Corrects an uncalibrated memory model by what was measured.
 
     Args:
         uncalibrated: the peak of a schedule before any correction, resident bytes included.
         order_matters, restores_after_plain: see :class:`MemoryModel`.
     """
-
-    rewrites = False
-    smallest_bytes = 0
 
     def __init__(
         self,
@@ -168,18 +169,6 @@ class CalibratedMemory:
             return peak
         resident = problem.profile.resident_bytes
         return resident + self._calibration.predict(peak - resident, self._most(problem))
-
-    def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns the corrected peak; see :class:`MemoryModel`."""
-        return self.peak_bytes(problem, schedule)
-
-    def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
-        """Returns ``None``: only a run tells."""
-        return None
-
-    def compiled_time_ratio(self, problem: Problem, schedule: Schedule) -> float | None:
-        """Returns ``None``: only a run tells."""
-        return None
 
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from the most that a schedule measured."""
