@@ -17,9 +17,8 @@ from __future__ import annotations
 import difflib
 
 from keras_remat.core.target import Chip, Target, gpu_rates
-from keras_remat.units import GIB
+from keras_remat.units import GIB, KIB, MIB
 
-KIB, MIB = 2**10, 2**20
 USABLE_SHARE = 0.75
 
 _SHARED = {  # KiB of shared memory of a multiprocessor, of a block; threads of a multiprocessor

@@ -135,6 +135,12 @@ class Target:
         """Returns whether it is a GPU."""
         return self.platform == "gpu"
 
+    @property
+    def before_ampere(self) -> bool:
+        """Returns whether it is known to be a GPU without units for bfloat16, for which XLA leaves
+        matrix products to cuBLAS: one from before NVIDIA's Ampere."""
+        return self.on_gpu and self.capability is not None and self.capability < (8, 0)
+
 
 def live(platform: str, device: str, capability: tuple[int, int] | None = None) -> Target:
     """Returns the target of a device that is there.

@@ -30,13 +30,13 @@ from tqdm import tqdm
 
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
-from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.reporting.fit_report import WIDTH, AutotuneReport
 from keras_remat.reporting.records import Planned
 from keras_remat.reporting.text import percent_over
 from keras_remat.units import byte_unit, format_seconds
 
-#: Columns of a file or a notebook, and the most of a terminal.
-WIDTH, _MOST = 79, 100
+#: Columns that a terminal gets at most.
+_MOST = 100
 _NAME = "keras_remat  "
 #: Seconds between two drawings on a terminal; after how many a file gets a line, and then again.
 _TICK_S, _LONG_S, _AGAIN_S = 0.5, 1.0, 30.0

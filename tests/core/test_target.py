@@ -22,3 +22,11 @@ def test_rates_of_a_data_sheet():
     assert rates.seconds_per_byte == pytest.approx(1e-12)
     assert rates.half_flop == pytest.approx(0.25)
     assert rates.expensive_flops == GPU_RATES.expensive_flops
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [("gpu", (7, 5), True), ("gpu", (8, 0), False), ("gpu", None, False), ("cpu", None, False)],
+)
+def test_a_gpu_is_from_before_ampere_where_that_is_known(platform, capability, expected):
+    assert live(platform, "some device", capability).before_ampere is expected

@@ -14,12 +14,11 @@ from typing import Any
 
 from keras_remat.backends import keras_private
 from keras_remat.backends.jax import private
-from keras_remat.backends.jax.kinds import TRITON_CAPABILITY
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
 HALF_DTYPES = ("float16", "bfloat16")
-"""What cuDNN's attention computes in, on cards of :data:`TRITON_CAPABILITY` and later ones."""
+"""What cuDNN's attention computes in, on cards of NVIDIA's Ampere and later ones."""
 
 
 def remark(model: Any, target: Target) -> str | None:
@@ -27,11 +26,10 @@ def remark(model: Any, target: Target) -> str | None:
     they do not."""
     if target.is_live:
         return None
-    modern = (target.capability or TRITON_CAPABILITY) >= TRITON_CAPABILITY
     attending = [
         layer.name
         for layer, chosen in keras_private.attention_layers(model).items()
-        if chosen or (modern and layer.compute_dtype in HALF_DTYPES)
+        if chosen or (layer.compute_dtype in HALF_DTYPES and not target.before_ampere)
     ]
     told = []
     if attending:

@@ -61,16 +61,12 @@ GPU_KINDS = on_gpu(
     cut=names("slice"),
 )
 
-TRITON_CAPABILITY = (8, 0)
-"""From here on XLA:GPU writes matrix products itself, and cards have units for bfloat16; cuBLAS
-returns a tuple, too."""
-
 
 def kinds_of(target: Target) -> Kinds:
     """Returns the names with what XLA does to them on a target."""
     if not target.on_gpu:
         return KINDS
-    if target.capability is not None and target.capability < TRITON_CAPABILITY:
+    if target.before_ampere:  # cuBLAS returns a tuple, too
         return replace(GPU_KINDS, in_tuples=GPU_KINDS.in_tuples | {PRODUCT})
     return GPU_KINDS
 
@@ -103,17 +99,13 @@ def copied_operands(equation: Equation, target: Target) -> tuple[int, ...]:
 def is_emulated(dtype: Any, target: Target) -> bool:
     """Returns whether a GPU has no units for a type: convolutions and products of it are computed
     in 32 bits, on copies."""
-    capability = target.capability
-    old = target.on_gpu and capability is not None and capability < TRITON_CAPABILITY
-    return old and str(dtype) == "bfloat16"
+    return target.before_ampere and str(dtype) == "bfloat16"
 
 
 def is_channels_first(dtype: Any, target: Target) -> bool:
     """Returns whether XLA:GPU lays images of a type channels first: where a card computes
     convolutions of it in no tensor units."""
-    capability = target.capability
-    old = target.on_gpu and capability is not None and capability < TRITON_CAPABILITY
-    return old and str(dtype) != "float16"
+    return target.before_ampere and str(dtype) != "float16"
 
 
 def is_of_transposed(params: Mapping[str, Any]) -> bool:

@@ -70,15 +70,12 @@ GPU_KINDS = on_gpu(
     cut=names("Slice StridedSlice"),
 )
 
-TRITON_CAPABILITY = (8, 0)
-"""From here on XLA:GPU writes matrix products itself; cuBLAS returns a tuple, too."""
-
 
 def kinds_of(target: Target) -> Kinds:
     """Returns the names with what XLA does to them on a target."""
     if not target.on_gpu:
         return KINDS
-    if target.capability is not None and target.capability < TRITON_CAPABILITY:
+    if target.before_ampere:  # cuBLAS returns a tuple, too
         return replace(GPU_KINDS, in_tuples=GPU_KINDS.in_tuples | MATMULS)
     return GPU_KINDS
 
