@@ -1,9 +1,11 @@
 """What several test files share."""
 
 import gc
+import importlib
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 import on_tensorflow
 import pytest
@@ -91,6 +93,16 @@ def known_objects():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def benchmark_of(monkeypatch):
+    """Gives a benchmark's module by its name."""
+    folder = Path(__file__).parent.parent / "benchmarks"
+    if not folder.exists():
+        pytest.skip("an installed package has no benchmarks beside it")
+    monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -1,20 +1,11 @@
 """What the benchmark of a busy machine demands of its rows."""
 
-import importlib
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-pytestmark = pytest.mark.skipif(
-    not BENCHMARKS.exists(), reason="an installed package has no benchmarks beside it"
-)
 
 
 @pytest.fixture
-def busy(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("busy")
+def busy(benchmark_of):
+    return benchmark_of("busy")
 
 
 def row(count, batch, over=0, **more):

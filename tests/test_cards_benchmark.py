@@ -1,21 +1,6 @@
 """The benchmark of cards demands what it says."""
 
-import importlib
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "benchmarks").exists(), reason="an installed package has no benchmarks beside it"
-)
 MIB = 2**20
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
 
 
 ROW = {
@@ -31,8 +16,8 @@ PEER = {
 }  # fmt: skip
 
 
-def test_what_falls_short_is_told(module):
-    cards = module("cards")
+def test_what_falls_short_is_told(benchmark_of):
+    cards = benchmark_of("cards")
     assert cards.failures([ROW]) == []
     (late,) = cards.failures([ROW | {"compilations": 4}])
     assert "4 compilations" in late
@@ -42,15 +27,15 @@ def test_what_falls_short_is_told(module):
     assert cards.failures([ROW, ROW | below]) == []
 
 
-def test_rows_of_a_file_are_summed_up(module, monkeypatch, tmp_path, capsys):
-    cards = module("cards")
+def test_rows_of_a_file_are_summed_up(benchmark_of, monkeypatch, tmp_path, capsys):
+    cards = benchmark_of("cards")
     monkeypatch.setattr(cards, "measured", None)  # nothing is compiled
     over = ROW | {"at": 0.35, "status": "not found", "compiled_bytes": 110 * MIB}
     below = ROW | {"at": 0.7, "status": "below the floor", "floor_bytes": 99 * MIB}
     timed = ROW | {"card": "H100", "overhead": 0.08, "time": 1.25, "compiled_bytes": 88 * MIB}
     rows = tmp_path / "rows.jsonl"
     for row in (ROW | {"status": "not found"}, ROW, over, below, timed):  # the newest counts
-        module("rows").keep(row | {"policy": "float32"}, rows)
+        benchmark_of("rows").keep(row | {"policy": "float32"}, rows)
     monkeypatch.setattr("sys.argv", ["cards.py", "--json", str(rows), "--known", "--check"])
     assert cards.main() == 1
     *_, told, not_found, worst = capsys.readouterr().out.splitlines()
@@ -63,8 +48,8 @@ def test_rows_of_a_file_are_summed_up(module, monkeypatch, tmp_path, capsys):
     assert worst == "BOUND: the worst is off by +25.0%: unet on T4 at 0.35"
 
 
-def test_peers_at_equal_bytes(module):
-    cards = module("cards")
+def test_peers_at_equal_bytes(benchmark_of):
+    cards = benchmark_of("cards")
     assert cards.peer_failures([PEER, PEER | {"ours": "not found"}]) == []
     (more,) = cards.peer_failures([PEER | {"ours_moved": 9}])
     assert more == "unet on T4: 50% more bytes moved than XLA's own pass"

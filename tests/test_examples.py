@@ -20,9 +20,8 @@ def run(script, *arguments, timeout_s=900):
 
 
 @pytest.fixture
-def step_memory(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("step_memory")
+def step_memory(benchmark_of):
+    return benchmark_of("step_memory")
 
 
 @pytest.mark.slow

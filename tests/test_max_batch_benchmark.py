@@ -2,20 +2,13 @@
 it says."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "benchmarks").exists(), reason="an installed package has no benchmarks beside it"
-)
-
 
 @pytest.fixture
-def max_batch(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("max_batch")
+def max_batch(benchmark_of):
+    return benchmark_of("max_batch")
 
 
 def batch_row(**changes):

@@ -1,21 +1,13 @@
 """The slices benchmark demands what it says, and its table has what was measured."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "benchmarks").exists(), reason="an installed package has no benchmarks beside it"
-)
 MIB = 2**20
 
 
 @pytest.fixture
-def slices(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("slices")
+def slices(benchmark_of):
+    return benchmark_of("slices")
 
 
 FLOOR = {

@@ -1,22 +1,14 @@
 """What the style asks a reason for has one, and the script that counts it names what has none."""
 
 import ast
-import importlib
-from pathlib import Path
 
 import keras
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "benchmarks").exists(), reason="an installed package has no benchmarks beside it"
-)
-
 
 @pytest.fixture
-def structure(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("structure")
+def structure(benchmark_of):
+    return benchmark_of("structure")
 
 
 def test_a_long_file_or_function_says_why_and_so_does_a_short_file(structure):
