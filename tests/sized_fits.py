@@ -182,3 +182,12 @@ def on_tuner(backend, batch_size, limit, *, steps_per_epoch=None):
         margin=0.0,
     )
     return driven(backend, options, steps_per_epoch=steps_per_epoch)
+
+
+def trained_on(backend, batch_size, limit, *, batches, steps_per_epoch=None):
+    """Trains one epoch of numbered samples, every one once and in order; returns the fit and its
+    report."""
+    trainer, report = on_tuner(backend, batch_size, limit, steps_per_epoch=steps_per_epoch)
+    total = epoch(trainer, batches=batches)
+    assert backend.samples == list(range(total))
+    return trainer, report

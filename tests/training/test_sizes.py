@@ -25,6 +25,7 @@ from sized_fits import (
     on_devices,
     on_tuner,
     stand_ins,  # noqa: F401 - a fixture that all tests use
+    trained_on,
     trainer_at,
 )
 
@@ -225,9 +226,7 @@ def test_a_rest_runs_in_order_where_the_plain_step_would_fit():
     """It would move variables, and what larger batches need depends on where those are."""
     backend, limit = FakeBackend(), store_all_peak(4 * LOADER)
     backend.memory.order_matters = True
-    trainer, _ = on_tuner(backend, "max", limit)
-    total = epoch(trainer, batches=60)
-    assert backend.samples == list(range(total))
+    trainer, _ = trained_on(backend, "max", limit, batches=60)
     assert 0 < len(backend.ran[-1][1]) < trainer.sizes.search.max_batch_size
     assert backend.kinds[-1] == "remat"
 

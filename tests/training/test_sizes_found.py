@@ -18,6 +18,7 @@ from sized_fits import (
     epoch,
     on_tuner,
     stand_ins,  # noqa: F401 - a fixture that all tests use
+    trained_on,
 )
 
 from keras_remat.backends.batches import batch_bytes
@@ -101,9 +102,7 @@ def test_a_model_that_is_compiled_anew_is_compared_anew(monkeypatch):
 
 def test_max_finds_more_than_fits_plainly_and_trains_with_it():
     backend = FakeBackend()
-    trainer, report = on_tuner(backend, "max", store_all_peak(4 * LOADER))
-    total = epoch(trainer, batches=60)
-    assert backend.samples == list(range(total))
+    trainer, report = trained_on(backend, "max", store_all_peak(4 * LOADER), batches=60)
     found = trainer.sizes.search.max_batch_size
     assert report.max_batch_size == report.batch_size >= found > 4 * LOADER
     assert trainer.sizes.search.plain_batch_size == 4 * LOADER - 1  # a batch waits beside a step
@@ -117,17 +116,13 @@ def test_max_finds_more_than_fits_plainly_and_trains_with_it():
 )
 def test_framework_that_folds_an_op_at_some_sizes_is_no_error(rule):
     backend = FakeBackend(folds=rule)
-    trainer, report = on_tuner(backend, "max", store_all_peak(4 * LOADER))
-    total = epoch(trainer, batches=60)
-    assert backend.samples == list(range(total))
+    _, report = trained_on(backend, "max", store_all_peak(4 * LOADER), batches=60)
     assert report.batch_size > LOADER
 
 
 def test_int_above_the_loaders_is_the_most_it_becomes():
     backend = FakeBackend()
-    trainer, report = on_tuner(backend, 24, 2**40)
-    total = epoch(trainer, batches=30)
-    assert backend.samples == list(range(total))
+    trainer, report = trained_on(backend, 24, 2**40, batches=30)
     assert trainer.changes == [(LOADER, 24)]
     assert report.max_batch_size == 24
     assert len(backend.ran[-2][1]) == 24
@@ -146,9 +141,7 @@ def test_an_epoch_keeps_ten_updates_unless_a_number_was_asked_for(wanted, larges
 
 def test_epoch_too_short_for_larger_batches_keeps_the_loaders():
     backend = FakeBackend()
-    trainer, report = on_tuner(backend, "max", 2**40, steps_per_epoch=8)
-    total = epoch(trainer, batches=8)
-    assert backend.samples == list(range(total))
+    trainer, report = trained_on(backend, "max", 2**40, steps_per_epoch=8, batches=8)
     assert trainer.changes == []
     assert report.max_batch_size == LOADER
 
@@ -157,9 +150,7 @@ def test_measured_plain_peak_that_no_schedule_meets_trains_no_sample_twice():
     """Batches above the loader's take far more than predicted: found out only after the first steps
     of them were trained."""
     backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else 2**40)
-    trainer, _ = on_tuner(backend, 40, store_all_peak(64))
-    total = epoch(trainer, batches=40)
-    assert backend.samples == list(range(total))
+    trainer, _ = trained_on(backend, 40, store_all_peak(64), batches=40)
     assert trainer.changes[0] == (LOADER, 40)
     assert trainer.changes[-1][1] < 40
 
@@ -174,9 +165,7 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
     are trained."""
     limit = store_all_peak(4 * LOADER)
     backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else -limit // 4)
-    trainer, report = on_tuner(backend, "max", limit)
-    total = epoch(trainer, batches=400)
-    assert backend.samples == list(range(total))
+    trainer, report = trained_on(backend, "max", limit, batches=400)
     found = trainer.sizes.search.max_batch_size
     assert trainer.changes[0] == (LOADER, found)
     assert report.batch_size == trainer.changes[-1][1] > 1.1 * found
@@ -224,9 +213,7 @@ def test_step_up_that_measures_over_the_limit_goes_back_to_the_size_before_and_s
         return -limit // 4 if size <= found[0] else limit
 
     backend = FakeBackend(surplus_bytes=surplus)
-    trainer, report = on_tuner(backend, "max", limit)
-    total = epoch(trainer, batches=400)
-    assert backend.samples == list(range(total))
+    trainer, report = trained_on(backend, "max", limit, batches=400)
     up, down = trainer.changes[1:]
     assert up[0] == down[1] == report.batch_size == trainer.sizes.search.max_batch_size
     assert up[1] == down[0] > up[0]
@@ -244,9 +231,7 @@ def test_after_a_step_down_there_is_a_way_up_again_below_the_size_that_failed():
         return limit // 4 if size >= found[0] else -limit // 4
 
     backend = FakeBackend(surplus_bytes=surplus)
-    trainer, report = on_tuner(backend, "max", limit)
-    total = epoch(trainer, batches=400)
-    assert backend.samples == list(range(total))
+    trainer, report = trained_on(backend, "max", limit, batches=400)
     kinds = [kind for kind in event_kinds(report) if kind.startswith("step-")]
     assert kinds[0] == "step-down"
     assert "step-up" in kinds
@@ -257,9 +242,7 @@ def test_no_step_up_is_above_what_was_asked_for_or_the_epoch():
     limit = store_all_peak(4 * LOADER)
     for batch_size, steps in ((50, None), ("max", 50)):
         backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else -limit // 4)
-        trainer, _ = on_tuner(backend, batch_size, limit, steps_per_epoch=steps)
-        total = epoch(trainer, batches=100)
-        assert backend.samples == list(range(total))
+        trained_on(backend, batch_size, limit, steps_per_epoch=steps, batches=100)
         assert max(sizes_of(backend)) == 50
 
 
@@ -281,9 +264,7 @@ def test_search_that_fails_keeps_the_loaders_batch(monkeypatch):
 
     monkeypatch.setattr("keras_remat.training.sizes.search_batch_size", fail)
     backend = FakeBackend()
-    trainer, report = on_tuner(backend, "max", 2**40)
-    total = epoch(trainer)
-    assert backend.samples == list(range(total))
+    trainer, report = trained_on(backend, "max", 2**40, batches=12)
     assert trainer.changes == []
     assert report.max_batch_size == LOADER
     assert "No larger batch" in report.events[-1].message
