@@ -250,7 +250,7 @@ def plan_in_slices(
     Args:
         failure: why no plan of whole ops was found.
         door: makes a plan for a request.
-        seen: another step in slices that was measured, and its costs.
+        seen: another step in slices that was measured, for which no plan was found, and its costs.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: slices do not help; the message names the op
@@ -263,6 +263,8 @@ def plan_in_slices(
     undivided = {} if seen is None else undivided_scratch(*seen, estimate)
     told, failed, floors = failure, list[int](), [problem]
     found = _hopeful(slicer, request, estimate, undivided, floors)
+    tried = None if seen is None else seen[0].slicing
+    found = (one for one in found if one[0] != tried)
     for slicing, sliced, costs in islice(_by_promise(found, failed), _MOST_TRIES):
         try:
             asked = replace(request, problem=costs, clock_s=clock.left_s())

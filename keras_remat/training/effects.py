@@ -224,22 +224,26 @@ def _most_saved_s(tools: Tools, costs: Costs, now: Usage) -> float:
 
 def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
     """Plans again for what the measured peak was too much."""
-    peak, limit = shape.peak_bytes, tools.fit.limit
+    peak, limit, costs = shape.peak_bytes, tools.fit.limit, shape.costs
     tools.fit.event(*tell.tightens(peak, shape.plan.predicted.peak_bytes, limit))
-    costs = shape.costs
     _observe(tools, shape)
     needed = tools.costs.predict(costs.problem, shape.schedule).peak_bytes
     shape, known = shape.with_over_limit(), tools.known(shape)
     orders = {other.schedule for other in shape.over_limit if isinstance(other, PlannedShape)}
+    # of a step in slices, the plan that needs least comes after other slices
+    asked = {"below_bytes": needed if costs.is_whole else None, "avoid": frozenset(orders)}
     with tools.fit.progress("solving for the schedule"):
-        request = tools.plans.request(
-            costs.problem, shape.batch_size, below_bytes=needed, avoid=frozenset(orders)
-        )
+        request = tools.plans.request(costs.problem, shape.batch_size, **asked)
         found = tools.plans.reused(costs.problem, known, Phase.VERIFY, orders)
         try:
             found = found or plan_for(request)
         except NOT_FOUND as error:
-            found, costs = tools.plans.in_slices(shape, costs, error)
+            try:
+                found, costs = tools.plans.in_slices(shape, costs, error)
+            except NOT_FOUND:
+                if costs.is_whole:
+                    raise
+                found = plan_for(replace(request, below_bytes=needed, failure=error))
     misses = not limit.holds(found.predicted.peak_bytes)
     is_written_anew = tools.backend.memory.rewrites and found.predicted.peak_bytes < peak
     is_known = found.solution.schedule in orders and not is_written_anew

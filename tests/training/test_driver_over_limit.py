@@ -66,6 +66,34 @@ def test_set_up_improves_the_first_plan_for_a_bounded_time_that_is_told(monkeypa
     assert report.setup_s == first_s
 
 
+@pytest.mark.parametrize("helps", [True, False], ids=["they help", "nothing helps"])
+def test_more_slices_are_tried_before_a_plan_that_misses_the_limit(helps, monkeypatch):
+    """Of a step in slices, which measures over the limit, and no tighter plan is found."""
+    backend = FakeBackend()
+    trainer, _ = driven(backend, options())
+    train(trainer, 25)
+    running, asked = trainer.plan, []
+
+    def plan_for(request):
+        asked.append("limit" if request.below_bytes is None else "least")
+        if asked[-1] == "limit":
+            raise ScheduleNotFoundError(TIGHT, 0)
+        return running
+
+    def in_slices(self, shape, costs, error):
+        asked.append("slices")
+        if not helps:
+            raise error
+        return running, costs
+
+    monkeypatch.setattr("keras_remat.training.effects.plan_for", plan_for)
+    monkeypatch.setattr("keras_remat.training.requests.PlanRequests.in_slices", in_slices)
+    monkeypatch.setattr("keras_remat.training.shape_state.Costs.is_whole", False)
+    backend.surplus_bytes = lambda what, size: TIGHT
+    train(trainer, 10)
+    assert asked == ["limit", "slices", *([] if helps else ["least"])]
+
+
 def test_a_final_step_that_cannot_be_tightened_is_tried_once(monkeypatch):
     """The solver has nothing that needs less: asking it again would change nothing."""
     backend = FakeBackend()

@@ -12,9 +12,10 @@ Reference: ``cond_v2.py`` of TensorFlow (``_make_intermediates_match``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -23,7 +24,7 @@ from keras_remat.backends.tables import names
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.kernel_scratch import own_scratch_bytes, runs_own_kernels
-from keras_remat.backends.tensorflow.graph.lists import elements_of
+from keras_remat.backends.tensorflow.graph.lists import WRITES, elements_of
 from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
 from keras_remat.backends.tensorflow.memory.best_fit import rounded
 
@@ -57,6 +58,7 @@ def body_bytes(
     captures: Mapping[str, Any],
     shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
     smallest_bytes: int = 0,
+    in_lists: Mapping[str, int] = MappingProxyType({}),
 ) -> BodyBytes:
     """Returns what the loops and branches of a graph hold.
 
@@ -66,6 +68,7 @@ def body_bytes(
         captures: placeholder name → the eager tensor that it stands for.
         shapes: tensor name → static shape and dtype.
         smallest_bytes: buffers below this are not counted, as the allocator does not.
+        in_lists: tensor name → the bytes of the elements that were made with the list.
     """
     found = BodyBytes()
     calls = [node for node in nodes.values() if node.op in kinds.CONTROL_FLOW]
@@ -86,7 +89,8 @@ def body_bytes(
         bodies = _Bodies(functions, smallest_bytes)
         for node in calls:
             operands = [operand(tensor) for tensor in data_inputs(node)]
-            kept, shared, workspace = bodies.of(node, operands)
+            filled = [f"{node.name}:{at}" in in_lists for at in range(len(operands))]
+            kept, shared, workspace = bodies.of(node, operands, filled)
             found.handed_on.update({f"{node.name}:{at}": n for at, n in kept.items()})
             found.shared.update(
                 {f"{node.name}:{at}": f"{node.name}:{to}" for at, to in shared.items()}
@@ -124,10 +128,14 @@ class _Bodies:
         self._count = 0
 
     def of(
-        self, node: Any, operands: Sequence[Any]
+        self, node: Any, operands: Sequence[Any], filled: Sequence[bool] = ()
     ) -> tuple[Mapping[int, int], Mapping[int, int], int]:
         """Returns what a loop or branch hands on by the index of its output, which of its outputs
-        share a buffer with another, and its workspace."""
+        share a buffer with another, and its workspace.
+
+        Args:
+            filled: whether an output is a list whose elements count as the op's output.
+        """
         is_loop = "While" in node.op
         most, needed, results = _Kept({}, {}), 0, 0
         for definition in map(self._functions.get, _called(node)):
@@ -141,7 +149,8 @@ class _Bodies:
                 for op in operations
                 if op.type in kinds.CONTROL_FLOW
             }
-            needed = max(needed, self._needed(operations, returned, inner))
+            in_lists = _elements(returned, given, filled) if is_loop else frozenset()
+            needed = max(needed, self._needed(operations, returned, inner, in_lists))
             if not is_loop:  # what a loop's round returns lives beside what the round has read
                 most = max(most, self._kept(returned, inner), key=_Kept.rank)
                 results = sum(map(self._nbytes, returned))
@@ -188,12 +197,23 @@ class _Bodies:
         return nbytes if nbytes >= self._smallest else 0
 
     def _needed(
-        self, operations: Sequence[Any], returned: Sequence[Any], inner: Mapping[str, Any]
+        self,
+        operations: Sequence[Any],
+        returned: Sequence[Any],
+        inner: Mapping[str, Any],
+        in_lists: Collection[str] = (),
     ) -> int:
-        """Returns the most bytes alive while a body runs in its order, beside what it is given."""
+        """Returns the most bytes alive while a body runs in its order, beside what it is given.
+
+        Args:
+            in_lists: names of tensors that count elsewhere, as elements of lists. Until they are
+                made, there is as much room for others.
+        """
         last = {_owner(tensor).name: at for at, op in enumerate(operations) for tensor in op.inputs}
         kept = {_owner(tensor).name for tensor in _unwrapped(returned)}
         alive: dict[str, int] = {}
+        made = (output for op in operations for output in op.outputs if output.name in in_lists)
+        room = sum(self._made(output, inner) for output in made)
         most = 0
         for at, op in enumerate(operations):
             if op.type in kinds.VIEWS | {"OptionalFromValue"}:
@@ -207,13 +227,36 @@ class _Bodies:
                     if taken is not None:
                         ending.remove(taken)
                         del alive[taken]
-                alive[output.name] = nbytes
+                is_counted = output.name in in_lists
+                room -= nbytes if is_counted else 0
+                alive[output.name] = 0 if is_counted else nbytes
             workspace = inner[op.name][2] if op.name in inner else _scratch_bytes(op)
-            most = max(most, sum(alive.values()) + workspace)
+            most = max(most, sum(alive.values()) + workspace - room)
             unread = (o.name for o in op.outputs if o.name not in last and o.name not in kept)
             for name in (*ending, *unread):
                 del alive[name]
         return most
+
+
+def _elements(
+    returned: Sequence[Any], given: Sequence[Any], filled: Sequence[bool]
+) -> frozenset[str]:
+    """Returns the names of the tensors that a round puts into lists, or the next round does.
+
+    Args:
+        returned, given: tensors of the body.
+        filled: of which of those that are returned the elements are asked for.
+    """
+    at_of = {tensor.name: at for at, tensor in enumerate(given)}
+    found = set()
+    for tensor, is_filled in zip(returned, filled, strict=False):
+        write = _owner(tensor).op
+        if is_filled and write.type in WRITES:
+            element = _owner(write.inputs[-1])
+            if element.name in at_of:
+                element = _owner(returned[at_of[element.name]])
+            found.add(element.name)
+    return frozenset(found)
 
 
 def _scratch_bytes(op: Any) -> int:

@@ -25,11 +25,12 @@ from keras_remat.backends.tensorflow.graph.nodes import (
 )
 from keras_remat.backends.tensorflow.memory.best_fit import rounded
 
-_WRITES = ("TensorListPushBack", "TensorListSetItem")
+#: Put an element into a list: their last input.
+WRITES = ("TensorListPushBack", "TensorListSetItem")
 _RESERVES = ("EmptyTensorList", "TensorListReserve")
 _BEGINS = (*_RESERVES, "TensorListFromTensor")
 #: Make a list whose elements are like those of the first input's.
-_PASSES_ON = ("Identity", "ZerosLike", "AddN", "AddV2", *_WRITES, "TensorListPopBack")
+_PASSES_ON = ("Identity", "ZerosLike", "AddN", "AddV2", *WRITES, "TensorListPopBack")
 
 
 class _TensorList(NamedTuple):
@@ -206,7 +207,7 @@ class _Body:
         node = self._nodes.get(_name(self._origin(self._returned[at])))
         if node is None or node.op == "TensorListPopBack":
             return None
-        if node.op not in _WRITES:
+        if node.op not in WRITES:
             return str(node.name)  # sums of lists, among others, make a new one
         element = self._origin(node.input[1 if node.op == "TensorListPushBack" else 2])
         if element in self._arguments:  # what the iteration before has returned

@@ -236,7 +236,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
     shapes = static_shapes(nodes, graph_def, captures, inputs)
     sizes = {shape[0] for _, _, shape in inputs if shape.rank}
     in_lists = lists.held_bytes(nodes, graph_def.library, shapes, smallest_bytes)
-    bodies = body_bytes(nodes, graph_def.library, captures, shapes, smallest_bytes)
+    bodies = body_bytes(nodes, graph_def.library, captures, shapes, smallest_bytes, in_lists)
     translation = Translation(
         nodes, captures, inputs, shapes, order, in_lists | bodies.handed_on, bodies.shared
     )

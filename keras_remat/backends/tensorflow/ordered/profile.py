@@ -288,8 +288,9 @@ def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
 
     Kernels of oneDNN may have an output more than their op; and some kernels, such as reductions,
     ask for their output as if it were workspace: what is as large as an output and outlives the op
-    is one. What outlives a loop, or an op that makes a list, is in its lists. What nobody asks for
-    while a call runs that XLA has compiled is the call's.
+    is one. What outlives an op that makes a list is in its lists. Of all that a loop or branch
+    holds at once, what exceeds its outputs is workspace: lists that nobody reads are gone before
+    the loop has ended. What nobody asks for while a call runs that XLA has compiled is the call's.
 
     Args:
         nodes: of the step; all that is asked for inside of a loop or branch is its workspace.
@@ -299,15 +300,15 @@ def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
     loop_of = {op_id: name for name, op_id in nodes.loops.items()}
     outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
     makes_lists = {v.producer for v in graph.values if v.dtype == "variant" and v.nbytes}
-    held: dict[int, int] = defaultdict(int)
+    held: dict[tuple[int, float], int] = defaultdict(int)  # by an op, or by one run of a loop
     most: dict[int, int] = defaultdict(int)
-    owner: dict[int, tuple[int, int]] = {}
+    owner: dict[int, tuple[tuple[int, float], int]] = {}
     for start, name, stats in memory:
         address = stats.get("addr", 0)
         if name == "MemoryDeallocation":
             if address in owner:
-                op_id, nbytes = owner.pop(address)
-                held[op_id] -= nbytes
+                run, nbytes = owner.pop(address)
+                held[run] -= nbytes
             continue
         node, region = str(stats.get("tf_op", "")), stats.get("region_type")
         if not node:
@@ -316,22 +317,26 @@ def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
         nbytes = int(
             stats.get("requested_bytes", 0)
         )  # the chunk is larger, by as much as the pool happens to be fragmented
-        if allocating is None:
+        if allocating is None or region not in ("temp", "output"):
             continue
-        name = node if node in nodes.op_of else loop_of[allocating]
-        end = _first_from(ends.get(name, ()), start, inf if name in nodes.loops else start)
-        outlives = freed.get((address, start), inf) > end
-        if (node in nodes.op_of or outlives) and any(
-            abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[allocating]
-        ):
-            if region == "output" or outlives:
+        run = allocating, 0.0
+        if allocating in loop_of:
+            run = allocating, _first_from(ends.get(loop_of[allocating], ()), start, inf)
+        else:
+            outlives = freed.get((address, start), inf) > _first_from(
+                ends.get(node, ()), start, start
+            )
+            is_output = any(
+                abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[allocating]
+            )
+            if is_output and (region == "output" or outlives):
                 continue
-        elif region not in ("temp", "output") or (outlives and allocating in makes_lists):
-            continue
-        owner[address] = (allocating, nbytes)
-        held[allocating] += nbytes
-        most[allocating] = max(most[allocating], held[allocating])
-    return most
+            if outlives and allocating in makes_lists:
+                continue
+        owner[address] = run, nbytes
+        held[run] += nbytes
+        most[allocating] = max(most[allocating], held[run])
+    return most | {op_id: max(0, most[op_id] - sum(outputs[op_id])) for op_id in loop_of}
 
 
 def _called(calls: Sequence[events.NodeEvent], at: int) -> str:

@@ -11,6 +11,7 @@ import keras_remat
 from keras_remat.backends.tensorflow import backend, private
 from keras_remat.backends.tensorflow.graph import kernel_scratch
 from keras_remat.backends.tensorflow.graph.bodies import body_bytes
+from keras_remat.backends.tensorflow.graph.lists import held_bytes
 from keras_remat.backends.tensorflow.graph.trace import trace
 from keras_remat.backends.tensorflow.ordered.profile import estimated_profile
 from keras_remat.backends.tensorflow.profiler import device
@@ -34,7 +35,9 @@ def held(function, *specs, smallest_bytes=0):
     }
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
     nodes = {node.name: node for node in document.node}
-    return body_bytes(nodes, document.library, captures, shapes, smallest_bytes), nodes
+    in_lists = held_bytes(nodes, document.library, shapes, smallest_bytes)
+    found = body_bytes(nodes, document.library, captures, shapes, smallest_bytes, in_lists)
+    return found, nodes
 
 
 def chain(length, weights=None):
@@ -130,6 +133,46 @@ def test_what_the_allocator_does_not_count_is_left_out():
 def test_a_body_needs_what_is_alive_in_it_at_once(run, most):
     found, _ = held(run, X)
     (workspace,) = found.workspace.values()
+    assert workspace == most * BYTES
+
+
+@pytest.mark.parametrize(
+    ("push", "most"),
+    [
+        # a cumsum's output, which the next reads, and that one's
+        (None, 2),
+        # what is pushed counts as the list's: it is there once, beside the other one
+        ("first", 1),
+        ("second", 1),
+        # the first is made where there is room for the second
+        ("both", 0),
+        # the round before has returned it
+        ("given", 1),
+    ],
+)
+def test_what_a_round_puts_into_a_list_counts_once(push, most):
+    """A round returns what the next one reads."""
+
+    def round_of(x, accumulators):
+        first = tf.cumsum(x)
+        second = tf.cumsum(first)
+        pushed = {"first": [first], "second": [second], "both": [first, second], "given": [x]}
+        return second, [
+            tf.raw_ops.TensorListPushBack(input_handle=one, tensor=element)
+            for one, element in zip(accumulators, pushed.get(push, []), strict=True)
+        ]
+
+    def run(x):
+        count = {None: 0, "both": 2}.get(push, 1)
+        new = [
+            tf.raw_ops.EmptyTensorList(
+                element_shape=X.shape, max_num_elements=4, element_dtype=tf.float32
+            )
+            for _ in range(count)
+        ]
+        return tf.while_loop(lambda x, _: x[0, 0] > 0, round_of, (x, new))
+
+    (workspace,) = held(run, X)[0].workspace.values()
     assert workspace == most * BYTES
 
 

@@ -135,7 +135,7 @@ def test_output_that_a_kernel_asks_for_as_workspace_outlives_it(mlp, freed_at, w
 
 def test_what_runs_inside_a_loop_is_the_loops():
     """Two recorded steps, four kernels of 5 microseconds: 10 a step; and all that is held at
-    once."""
+    once beside its outputs."""
     model, batch = keras_models.lstm()
     traced = BACKEND.trace(model, BACKEND.example_batch(model, batch))
     lowered = lowered_with(traced)
@@ -153,24 +153,31 @@ def test_what_runs_inside_a_loop_is_the_loops():
         )
     profile = measured_profile(lowered, recorded(trace), 0)
     assert profile.op_time_s[loop.id] == pytest.approx(10e-6)
-    assert profile.op_workspace_bytes[loop.id] == 4000
+    outputs = sum(traced.graph.values[v].nbytes for v in loop.outputs)
+    assert 0 < outputs < 4000
+    assert profile.op_workspace_bytes[loop.id] == 4000 - outputs
 
 
-def test_what_outlives_a_loop_is_in_its_lists_and_no_workspace():
-    """Of 7,000 bytes, 5,000 are given back before the loop's outputs are read."""
+@pytest.mark.parametrize("freed", [-0.5, 0.5, 10**6], ids=["unread", "read", "in the next step"])
+def test_what_a_loop_holds_beyond_its_outputs_is_workspace(freed):
+    """Lists that nobody reads are given back before the loop's outputs are read."""
     model, batch = keras_models.lstm()
     traced = trace(model, BACKEND.example_batch(model, batch), smallest_bytes=0)
     graph, lowered = traced.graph, lowered_with(traced)
     loop = next(op for op in graph.ops if "While" in op.kind and op.phase == "forward")
-    assert sum(graph.values[v].nbytes for v in loop.outputs if graph.values[v].dtype == "variant")
+    outputs = [graph.values[v] for v in loop.outputs]
+    assert any(value.nbytes and value.dtype == "variant" for value in outputs)
     at_of = {op_id: at for at, op_id in enumerate(lowered.schedule.order)}
-    began = at_of[loop.id]
     read = min(at_of[i] for v in loop.outputs for i in graph.readers[v] if i in at_of)
     recording = full_trace(lowered)
-    name = lowered.names[began][0]
-    for address, (nbytes, freed) in enumerate([(5000, read - 0.5), (2000, read + 0.5)], start=1):
-        recording.allocate(f"{name}/cell/MatMul", 10 * began, address, nbytes, region="output")
-        recording.free(10 * freed, address)
+    for step in range(2):
+        began, later = 10 * at_of[loop.id] + 10**5 * step, 10 * read + 10**5 * step
+        recording.event(f"{lowered.names[read][0]}:Kind", later, 3)
+        name = f"{lowered.names[at_of[loop.id]][0]}/cell/MatMul"
+        held = [(sum(value.nbytes for value in outputs), later + 10 * freed), (5000, later - 5)]
+        for at, (nbytes, until) in enumerate(held):
+            recording.allocate(name, began, 2 * step + at + 1, nbytes, region="output")
+            recording.free(until, 2 * step + at + 1)
     profile = measured_profile(lowered, recorded(recording), 0)
     assert profile.op_workspace_bytes[loop.id] == 5000
 
