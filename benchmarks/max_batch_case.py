@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import batch_bytes, repeated_batch
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, is_allowed, overhead_bound
-from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.batch_size.scaling import Scaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.sizes import shorter_by
@@ -99,7 +100,7 @@ class Measurement:
         self.backend: Backend = load_backend()
         self.limit_bytes = int(options["limit_bytes"] or 0)
         self.plain_batch, self.plain_s_per_sample = 0, math.nan
-        self.scaling: BatchScaling
+        self.scaling: Scaling
         self.traced: TracedStep
 
     def row(self, **row: Any) -> None:
@@ -217,7 +218,7 @@ class Measurement:
         options, limit = self.options, Limit(self.limit_bytes, self.options["margin"])
         start = self.start
         if name == "auto":
-            return keras_remat.find_max_batch_size(
+            found = keras_remat.find_max_batch_size(
                 self.model,
                 self.batch,
                 limit.total_bytes,
@@ -225,6 +226,8 @@ class Measurement:
                 time_limit_s=options["search_s"],
                 seed=options["seed"],
             )
+            self._learn(found)
+            return found
         search = search_batch_size(
             self.scaling,
             start,
@@ -234,7 +237,7 @@ class Measurement:
             time_limit_s=options["chen_s"],
             seed=options["seed"],
         )
-        train = SizeRunner(self.backend, self.model, self.batch, self.traced.slicing)
+        train = SizeRunner(self.backend, self.model, self.batch, self.traced.slicing, self.scaling)
         chooser = SizeChooser.after(
             self.backend,
             search,
@@ -243,6 +246,13 @@ class Measurement:
             seed=options["seed"],
         )
         return verified_search(search, self.scaling, chooser, limit, train, train.graph)
+
+    def _learn(self, found: BatchSearch) -> None:
+        """Takes over what a search has measured, at sizes whose kernels are others, too: what it
+        finds is predicted by what it knows."""
+        for size, profile in ({} if found.fit is None else found.fit.profiles).items():
+            whole = self.scaling.whole
+            whole.learn(size, replace(whole.at(size), profile=profile))
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> Trained:
         """Really trains ``size`` samples per step by a schedule. The peak is predicted just

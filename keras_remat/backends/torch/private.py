@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -145,6 +145,20 @@ def placed(overload: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], d
     by_name = {a.name for a in overload._schema.arguments if a.kwarg_only}
     args = tuple(given for name, given in arguments.items() if name not in by_name)
     return args, {name: given for name, given in arguments.items() if name in by_name}
+
+
+def is_on_onednn(images: Any, weights: Any, options: Sequence[Any]) -> bool:
+    """Returns whether oneDNN's kernel takes a convolution on a CPU, with as many threads as there
+    are now.
+
+    Args:
+        images, weights: with shape and dtype.
+        options: strides, paddings, dilations, whether it is transposed, output paddings, groups.
+    """
+    x, kernel = (torch.empty((), dtype=one.dtype).expand(one.shape) for one in (images, weights))
+    own = torch._C._ConvBackend  # oneDNN's for transposed ones has no name in Python
+    taken = torch._C._select_conv_backend(x, kernel, None, *options)
+    return taken not in (own.Slow2d, own.SlowDilated2d, own.SlowTranspose2d)
 
 
 def returns_list(overload: Any) -> bool:

@@ -28,6 +28,7 @@ from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
 from keras_remat.core.target import CPU_RATES, GPU_RATES
 
+aten = torch.ops.aten
 #: Of an op's time that is Python's, on either device.
 _OVERHEAD_S = 3e-6
 _NS = 1e-9
@@ -35,7 +36,8 @@ _NS = 1e-9
 
 def estimated_profile(traced: TorchTracedStep, resident_bytes: int | None = None) -> Profile:
     """Returns a profile from shapes alone: arithmetic or bytes moved at fixed rates, whichever
-    takes longer. No op is expected to take memory for itself.
+    takes longer. Of what ops take for themselves, the copies of weights that oneDNN makes are
+    expected.
 
     Args:
         traced: the step.
@@ -44,7 +46,7 @@ def estimated_profile(traced: TorchTracedStep, resident_bytes: int | None = None
     """
     return Profile(
         tuple(_estimated_time_s(traced, op) for op in traced.graph.ops),
-        (0,) * len(traced.graph.ops),
+        tuple(_copied_weights(traced, traced.handles[op.id]) for op in traced.graph.ops),
         traced.graph.input_bytes if resident_bytes is None else resident_bytes,
         "estimated",
         str(traced.device),
@@ -57,6 +59,26 @@ def _estimated_time_s(traced: TorchTracedStep, op: Op) -> float:
     moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
     flops = _flops(traced, traced.handles[op.id])
     return _OVERHEAD_S + max(flops * rates.seconds_per_flop, moved * rates.seconds_per_byte)
+
+
+def _copied_weights(traced: TorchTracedStep, node: Node) -> int:
+    """Returns the bytes of the copies that a convolution makes on a CPU of its weights, or of their
+    gradient, in oneDNN's own layout: one forward and two backward, however many images there are.
+    Images whose channels lie last, as Keras has them, are not copied."""
+    if traced.device.type != "cpu" or node.call is None:
+        return 0
+    operator, args = node.call.operator, node.call.args
+    is_backward = operator is aten.convolution_backward.default
+    if not is_backward and operator is not aten.convolution.default:
+        return 0
+    layouts = traced.program.layouts
+    images, weights = (layouts[one.number] for one in args[is_backward : is_backward + 2])
+    if len(images.shape) != 4 or images.stride[1] != 1:
+        return 0
+    if not private.is_on_onednn(images, weights, args[3 + is_backward : 9 + is_backward]):
+        return 0
+    copies = 2 if is_backward and args[10][1] else 1
+    return int(copies * math.prod(weights.shape) * weights.dtype.itemsize)
 
 
 def _flops(traced: TorchTracedStep, node: Node) -> float:
