@@ -9,14 +9,15 @@ resolutions and departures). Plain Keras and every solver run in processes of th
 the allocator's measured peak of plain Keras at a batch of about ten, unless ``--limit`` gives one;
 every byte of the device's allocator counts. At most one extra forward pass of overhead per sample
 is allowed, by measured op times. ``auto`` is :func:`keras_remat.find_max_batch_size`, whose answer
-is the column *searched*; Chen's schedules go through the same search and verification. ``fit`` is a
-running ``fit`` with ``RematAutotune``: the size is the one it settles on, the measured peak the
-highest of all its steps. Every batch in the table was trained, on data of its own: from the size
-the search said, sizes go down while the measured peak is over the limit, then up by 3 % until it
-is; a size that measures over it is planned again, twice at most. With ``--pool`` the limit is
-hard: TensorFlow's BFC allocator has one region of so many MiB, as a GPU's has, and a size fails by
-running out of memory. Rows are printed, and written to the JSON file, as they come; models that
-the JSON file has already are not run again, so that a run can be stopped and continued.
+is the column *searched*; what it has learned of kernels predicts the sizes that train here. Chen's
+schedules go through the same search and verification. ``fit`` is a running ``fit`` with
+``RematAutotune``: the size is the one it settles on, the measured peak the highest of all its
+steps. Every batch in the table was trained, on data of its own: from the size the search said,
+sizes go down while the measured peak is over the limit, then up by 3 % until it is; a size that
+measures over it is planned again, twice at most. With ``--pool`` the limit is hard: TensorFlow's
+BFC allocator has one region of so many MiB, as a GPU's has, and a size fails by running out of
+memory. Rows are printed, and written to the JSON file, as they come; models that the JSON file has
+already are not run again, so that a run can be stopped and continued.
 
 ``--backend torch`` trains on PyTorch, where the profiler tells what a CPU's steps take; Keras's own
 step is the plain one. It has no pools.
@@ -198,6 +199,8 @@ def line(row: dict[str, Any]) -> str:
     if "error" in row:
         return failure_line(COLUMNS, row["model"], row["solver"], row["error"])
     told = {key: "out of memory" if n == OUT_OF_MEMORY else n for key, n in row.items()}
+    if row.get("ended_by_clock"):
+        told["search_s"] = f"{row['search_s']:.0f}, ended by the clock"
     columns = PREDICTION_COLUMNS if row["row"] == "prediction" else COLUMNS
     return line_of(cells_of(told | {"off": error_of(row)}, columns.values()))
 

@@ -365,6 +365,7 @@ class Measurement:
             allowed_overhead=allowed,
             time_ratio=best.seconds / best.size / self.plain_s_per_sample,
             search_s=search_s,
+            ended_by_clock=search.ended_by_clock,
             failed_batch=larger.size,
             failed_bytes=larger.peak_bytes,
             recomputed=len(best.schedule.recomputed),

@@ -2,8 +2,13 @@
 it says."""
 
 import importlib
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from fake_backend import chain_problem, scaling_of
+
+from keras_remat.batch_size.cost_fit import CostFit
 
 
 @pytest.fixture
@@ -108,8 +113,25 @@ def test_every_line_has_the_columns_of_its_table(max_batch):
     failed = {"model": "VGG19", "row": "batch", "solver": "", "error": "killed | by\nthe kernel"}
     for row in (batch_row(), plain, failed):
         assert max_batch.line(row).replace("\\|", "").count("|") == len(max_batch.COLUMNS) + 1
+    assert "| 9, ended by the clock |" in max_batch.line(batch_row(ended_by_clock=True))
     assert max_batch.line(prediction_row()).count("|") == len(max_batch.PREDICTION_COLUMNS) + 1
     assert "-1.0%" in max_batch.document("machine", [batch_row(), prediction_row()])
+
+
+def test_what_a_search_has_learned_predicts_the_sizes_that_train(max_batch):
+    """A kernel takes scratch from a size on that was not measured before the search."""
+    case = importlib.import_module("max_batch_case")
+    measurement = object.__new__(case.Measurement)
+    measurement.scaling = scaling_of(4, 8)
+    profiles = {}
+    for size, scratch in ((4, 0), (8, 0), (16, 999)):
+        problem = chain_problem(size, source="measured")
+        every = (scratch,) * len(problem.graph.ops)
+        profiles[size] = replace(problem.profile, op_workspace_bytes=every)
+    measurement._learn(SimpleNamespace(fit=None))
+    assert measurement.scaling.fit is None
+    measurement._learn(SimpleNamespace(fit=CostFit(profiles)))
+    assert set(measurement.scaling.at(16).op_workspace_bytes) == {999}
 
 
 def test_a_crashing_child_is_a_row(max_batch):
