@@ -40,6 +40,12 @@ collect_ignore = (
 )
 
 
+def pytest_terminal_summary(terminalreporter):
+    if collect_ignore:
+        left_out = ", ".join(collect_ignore)
+        terminalreporter.write_line(f"left out, they need Keras on TensorFlow: {left_out}")
+
+
 def pytest_collection_modifyitems(items):
     """The file that takes longest first, then those with the most tests, so that workers that get
     whole files end at about the same time."""

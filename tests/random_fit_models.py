@@ -9,6 +9,7 @@ from keras import layers
 #: Room for the numbers of all samples that one case trains.
 ROOM = 2000
 ON_JAX = keras.backend.backend() == "jax"
+ON_TORCH = keras.backend.backend() == "torch"
 
 
 class Diary(layers.Layer):
@@ -150,20 +151,30 @@ class UpdatesAPart(Held):
         self.mean_loss = keras.metrics.Mean(name="mean_loss")
 
     def train_step(self, *given):
-        return self._on_jax(*given) if ON_JAX else self._on_tensorflow(*given)
+        return self._on_jax(*given) if ON_JAX else self._on_others(*given)
 
-    def _on_tensorflow(self, data):
+    def _on_others(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred, loss, gradients = self._gradients(x, y, weight)
+        self.optimizer.apply(gradients, self.trainable_variables[1:])
+        self.mean_loss.update_state(loss, sample_weight=keras.ops.shape(x)[0])
+        metrics = self.compute_metrics(x, y, y_pred, sample_weight=weight)
+        return metrics | {"loss": self.mean_loss.result()}
+
+    def _gradients(self, x, y, weight):
+        chosen = self.trainable_variables[1:]
+        if ON_TORCH:
+            self.zero_grad()
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight)
+            loss.backward()
+            return y_pred, loss.detach(), [variable.value.grad for variable in chosen]
         import tensorflow as tf
 
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             y_pred = self(x, training=True)
             loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight)
-        chosen = self.trainable_variables[1:]
-        self.optimizer.apply(tape.gradient(loss, chosen), chosen)
-        self.mean_loss.update_state(loss, sample_weight=tf.shape(x)[0])
-        metrics = self.compute_metrics(x, y, y_pred, sample_weight=weight)
-        return metrics | {"loss": self.mean_loss.result()}
+        return y_pred, loss, tape.gradient(loss, chosen)
 
     def _on_jax(self, state, data):
         logs, (trainable, *others) = super().train_step(state, data)

@@ -17,6 +17,7 @@ from random_fit_models import (
     CHANGED_WITHOUT_DATA,
     CONTAINERS,
     ON_JAX,
+    ON_TORCH,
     OPTIMIZERS,
     PARTS,
     RANDOM,
@@ -89,12 +90,12 @@ class Case:
     def __init__(self, seed):
         rng = random.Random(seed)
         self.samples, self.size = rng.choice([40, 47, 60]), rng.choice([4, 8])
-        of_tensorflow = [] if ON_JAX else ["tf.data", "repeated"]
+        of_tensorflow = [] if ON_JAX or ON_TORCH else ["tf.data", "repeated"]
         self.source = rng.choice(["arrays", *of_tensorflow, "PyDataset", "generator", "unknown"])
         self.epochs, self.initial = rng.choice([2, 3, 4]), rng.choice([0, 0, 1])
         self.validation = rng.choice([None, None, "data", "split", "every other"])
         self.weights = rng.choice([None, None, "sample", "class"])
-        self.per_call = rng.choice([1, 1, 2, 3])
+        self.per_call = 1 if ON_TORCH else rng.choice([1, 1, 2, 3])  # Keras takes no other there
         self.optimizer = rng.choice(["sgd", "adam", "ema", "clipped", "schedule"])
         if self.source == "unknown":  # Keras's own step counts the one that finds no more data
             self.optimizer = rng.choice(["sgd", "clipped"])
@@ -135,18 +136,19 @@ class Case:
         """Draws more callbacks, another fit behind, and how Keras runs the step."""
         more = ["checkpoint", *(["backup"] if self.is_built else [])]
         more += ["swap"] if self.optimizer == "ema" else []
-        more += [] if ON_JAX else ["tensorboard"]
+        more += [] if ON_JAX or ON_TORCH else ["tensorboard"]
         self.others += rng.sample(more, rng.choice([0, 0, 1]))
         self.validation_size = rng.choice([None, 3])
         self.again = rng.choice([None, None, "fit", "compile"])
-        self.run_as = None if ON_JAX else rng.choice([None] * 8 + ["eager", "compiled"])
+        self.run_as = None if ON_JAX or ON_TORCH else rng.choice([None] * 8 + ["eager", "compiled"])
         if self.run_as == "compiled":
             self.parts = [part for part in self.parts if part not in RANDOM]
 
     @property
     def is_refused(self):
         """Whether Keras's own step is to train, and a reason to be said."""
-        return self.own_function or self.run_as == "eager"
+        is_branch = ON_TORCH and "spectral" in self.parts  # one that is differentiated
+        return self.own_function or self.run_as == "eager" or is_branch
 
     def __repr__(self):
         return ", ".join(f"{name}={value}" for name, value in vars(self).items())
@@ -236,7 +238,7 @@ class Case:
         return tf.data.Dataset.from_tensor_slices(parts).batch(self.size)
 
     def _of_unknown_length(self, parts):
-        if not ON_JAX:
+        if not (ON_JAX or ON_TORCH):
             return self._dataset(parts).filter(lambda *parts: True)
         batches = Batches(parts, self.size)  # Keras ends a generator with an epoch
         return (batches[at] for _ in range(self.epochs) for at in range(len(batches)))

@@ -5,6 +5,7 @@ import importlib
 from dataclasses import replace
 from types import SimpleNamespace
 
+import keras
 import pytest
 from fake_backend import chain_problem, scaling_of
 
@@ -135,7 +136,7 @@ def test_what_a_search_has_learned_predicts_the_sizes_that_train(max_batch):
 
 
 def test_a_crashing_child_is_a_row(max_batch):
-    options = {"backend": "tensorflow", "limit_bytes": None}
+    options = {"backend": keras.backend.backend(), "limit_bytes": None}
     rows = list(max_batch.rows_of("no such model", options, 300.0))
     assert [row["model"] for row in rows] == ["no such model"]
     assert "KeyError" in rows[0]["error"]

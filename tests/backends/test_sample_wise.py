@@ -60,7 +60,7 @@ def masked(x):
         (lambda: {"kind": OwnStep}, False),
         (lambda: {"between": OwnLayer()}, False),
         (lambda: {"between": lambda x: keras.Sequential([layers.Dense(4), OwnLayer()])(x)}, False),
-        (lambda: {"between": layers.Lambda(lambda x: x[::-1])}, False),
+        (lambda: {"between": layers.Lambda(lambda x: keras.ops.flip(x, 0))}, False),
         (lambda: {"between": lambda x: x - keras.ops.mean(x, axis=0)}, False),
         (lambda: {"between": lambda x: layers.BatchNormalization()(x, training=True)}, False),
         (lambda: {"between": layers.Dense(4, own_activation)}, False),
