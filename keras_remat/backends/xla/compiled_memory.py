@@ -1,7 +1,8 @@
 """What XLA needs for a schedule, in terms of what the model of its fusion predicts.
 
-The simulated peak of a schedule is a model of what XLA puts into memory; buffer packing, copies and
-kernels that need scratch come on top. A compilation or a run tells how much.
+The simulated peak of a schedule is a model of what XLA puts into memory, for a GPU with the gaps
+between it (:mod:`keras_remat.backends.xla.packing`); copies and kernels that need scratch come on
+top. A compilation or a run tells how much.
 
 Keras's own step and lowered schedules are calibrated apart: lowering keeps random bits and copies
 of small values out of the forward phase, so that even store-all takes less lowered than plain.
@@ -17,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from keras_remat.backends.memory import Calibration, store_all_bytes
+from keras_remat.backends.memory import Calibration
+from keras_remat.backends.xla.packing import packed_bytes
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -92,6 +94,7 @@ class CompiledMemory:
         self._compile_bytes, self.rewrites = compile_bytes, rewrites
         self._compiled_time_s = compiled_time_s
         self._first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
+        self._simulated = packed_bytes if on_gpu else _alive_bytes
         self._known: dict[_Key, _Known] = {}
         # key → simulated bytes, those of store-all, and those it takes
         self._points: dict[_Key, tuple[int, int, int]] = {}
@@ -109,7 +112,7 @@ class CompiledMemory:
         if added is None and (known := self._known.get(_key(problem, schedule))) is not None:
             added = known.added_bytes
         if added is None:
-            simulated, most = _simulated(problem, schedule), self._most(problem)
+            simulated, most = self._simulated(problem, schedule), self._most(problem)
             added = self._calibration(plain=plain).predict(simulated, most)
         return problem.profile.resident_bytes + added
 
@@ -159,7 +162,7 @@ class CompiledMemory:
 
     def _learn(self, problem: Problem, schedule: Schedule | None, known: _Known) -> None:
         key, most = _key(problem, schedule), self._most(problem)
-        simulated = most if schedule is None else _simulated(problem, schedule)
+        simulated = most if schedule is None else self._simulated(problem, schedule)
         self._known[key] = known
         self._points[key] = simulated, most, known.added_bytes
         graphs = self._compiled_plain
@@ -168,7 +171,8 @@ class CompiledMemory:
 
     def _most(self, problem: Problem) -> int:
         if self._store_all is None or self._store_all[0] is not problem:
-            self._store_all = problem, store_all_bytes(problem)
+            plain = Schedule.store_all(problem.graph)
+            self._store_all = problem, self._simulated(problem, plain)
         return self._store_all[1]
 
     def _calibration(self, *, plain: bool) -> Calibration:
@@ -184,5 +188,5 @@ def _key(problem: Problem, schedule: Schedule | None) -> _Key:
     return problem.graph.fingerprint, None if schedule is None else schedule.order
 
 
-def _simulated(problem: Problem, schedule: Schedule) -> int:
+def _alive_bytes(problem: Problem, schedule: Schedule) -> int:
     return simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes

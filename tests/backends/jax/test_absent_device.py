@@ -10,6 +10,7 @@ import hlo_text
 import jax_models as models
 import keras
 import pytest
+from assigned_buffers import alive, heap_and_buffers
 from keras import layers
 
 from keras_remat.backends.jax import absent_device, hlo, lowering, private
@@ -18,6 +19,7 @@ from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.jax.writer import GpuWriter
 from keras_remat.backends.xla.module_costs import costs
+from keras_remat.backends.xla.packing import heap_bytes
 from keras_remat.backends.xla.protect import Run, Writing
 from keras_remat.cards.table import CARDS, card
 from keras_remat.core.problem import Problem
@@ -254,6 +256,41 @@ def test_a_compilation_that_is_cut_short_tells_what_a_whole_one_does(build):
     step = Step(trace(model, batch, target=card("T4")), None)
     assert step.added_bytes > MIB
     assert step.memory == memory_of(hlo.compiled_to_the_end(step.module, card("T4")))
+
+
+def skipping():
+    """A net of two levels, whose joined images leave gaps in the heap of a tight plan."""
+
+    def convolutions(x, filters):
+        for _ in range(2):
+            x = layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same")(x))
+            x = layers.ReLU()(x)
+        return x
+
+    inputs = x = layers.Input((32, 32, 3))
+    kept = []
+    for filters in (16, 32):
+        x = convolutions(x, filters)
+        kept.append(x)
+        x = layers.MaxPooling2D()(x)
+    x = convolutions(x, 64)
+    for filters in (32, 16):
+        x = layers.Concatenate()([layers.UpSampling2D()(x), kept.pop()])
+        x = convolutions(x, filters)
+    return inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)), 32
+
+
+@pytest.mark.card
+def test_the_heap_of_a_step_is_what_its_buffers_are_packed_into(tmp_path):
+    model, batch = built(skipping, "float32")
+    traced = trace(model, batch, target=card("T4"))
+    step = lowering.step_function(traced, planned(traced, 0.45)[0])
+    lowered = absent_device.lowered(step, traced.state_specs, traced.batch_specs)
+    hlo.compiled_to_the_end(private.bytecode(lowered), card("T4"), tmp_path)
+    heap, buffers = heap_and_buffers(tmp_path)
+    at_once = max(alive(buffers, 2 * len(buffers)))
+    assert at_once < 0.95 * heap, "there are gaps"
+    assert heap == pytest.approx(heap_bytes(buffers), rel=0.01)
 
 
 @pytest.mark.card
