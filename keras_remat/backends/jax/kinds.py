@@ -161,6 +161,43 @@ def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:
     return uneven or is_emulated(dtype, target)
 
 
+def padded_operand(equation: Equation, avals: Sequence[Any]) -> int | None:
+    """Returns which operand a convolution on a GPU reads a copy of because it is padded at one side
+    more, if any; the input gradient of a strided convolution reads none."""
+    if equation.kind not in (CONVOLUTION, KERNEL_GRADIENT):
+        return None
+    at, params = 0, equation.source.params
+    if equation.kind == KERNEL_GRADIENT and is_of_transposed(params):
+        image, gradient = (avals[number].shape for number in equation.reads)
+        at, params = 1, turned(params, image, gradient)
+    strided = max(params["lhs_dilation"], default=1) > 1
+    uneven = any(before != after for before, after in params["padding"])
+    return at if uneven and not strided else None
+
+
+def read_padded(program: Any, target: Target) -> frozenset[int]:
+    """Returns numbers of the values that convolutions read as padded copies alone, but for
+    reductions, which compute them along.
+
+    XLA:GPU writes such a copy of what the value is made of, where images lie channels last: of the
+    gradient of a ReLU the mask is in memory, a byte for an element, and the gradient before it.
+    """
+    if not target.on_gpu:
+        return frozenset()
+    padded: set[int] = set()
+    others: set[int] = set()
+    for equation in program.equations:
+        operand = padded_operand(equation, program.avals)
+        for at, number in enumerate(equation.inputs):
+            if isinstance(number, int) and equation.kind not in KINDS.reductions:
+                (padded if at == operand else others).add(number)
+    return frozenset(
+        number
+        for number in padded - others
+        if not is_channels_first(program.avals[number].dtype, target)
+    )
+
+
 def in_pieces(eqn: Any) -> bool:
     """Returns whether an equation is a :data:`POOLING_GRADIENT` whose batch can be split into
     :data:`POOLING_PIECES`."""

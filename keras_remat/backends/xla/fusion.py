@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -236,7 +236,12 @@ class _Chain:
     joins: bool
 
 
-def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None) -> list[Cluster]:
+def clusters(
+    program: Program,
+    kinds: Kinds,
+    sizes: Sequence[int] | None = None,
+    copied: Collection[int] = (),
+) -> list[Cluster]:
     """Returns the clusters of a program, in the order of their last equations; together they
     compute every output.
 
@@ -245,6 +250,8 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
         kinds: the framework's names.
         sizes: bytes of every number to decide by, if not the program's own: those of the same
             program for another batch size.
+        copied: numbers that are read as copies alone, which are written of what they are made of:
+            that is what is in memory, until all are written.
     """
     producer = {
         out: at for at, equation in enumerate(program.equations) for out in equation.outputs
@@ -285,7 +292,7 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
                 for n in sorted(reusable)
                 if n in producer
                 and size[n] == size[out]
-                and not _in_a_tuple(program.equations[producer[n]], kinds)
+                and (out in copied or not _in_a_tuple(program.equations[producer[n]], kinds))
             )
             ends, leaves = sorted(chain.equations), sorted(chain.leaves)
             result.append(Cluster(tuple(ends), tuple(leaves), equation.outputs, may_reuse))

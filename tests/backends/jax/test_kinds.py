@@ -39,6 +39,28 @@ def test_what_a_convolution_reads_a_copy_of():
     assert not is_emulated("bfloat16", live("cpu", "a CPU"))
 
 
+def test_which_gradients_are_read_as_padded_copies_alone():
+    """That of a ReLU behind a convolution that is padded at one side more, for cards whose images
+    lie channels last; it takes over what cuDNN returned."""
+    inputs = layers.Input((8, 8, 4))
+    x = layers.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    x = layers.Conv2D(4, 3, 2, padding="same", activation="relu")(x)
+    x = layers.Conv2DTranspose(4, 3, 2, padding="same", activation="relu")(x)
+    x = layers.Conv2D(4, 3, padding="same")(x)
+    outputs = layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
+    model = models.compiled(keras.Model(inputs, outputs))
+    batch = models.batch(model, 8)
+
+    def found(name):
+        traced = trace(model, batch, target=card(name))
+        gradients = ops(traced, "select_n", "backward")
+        return [op.name for op in gradients if op.may_reuse]
+
+    assert len(found("H100")) == 1
+    assert "conv2d_transpose" in found("H100")[0]
+    assert not found("T4")
+
+
 def test_where_images_lie_channels_first():
     """What is held lies as convolutions read it."""
     t4, h100 = card("T4"), card("H100")

@@ -179,10 +179,13 @@ def test_a_part_that_waits_behind_a_product_exists(between, exists):
 
 
 def test_the_buffer_of_what_comes_in_a_tuple_is_not_taken_over():
+    """Unless the result is in no memory, but copies of it."""
     program = FlatProgram(LARGE)
     one = program.add("library", 0)
     other = program.add("dot", 0)
-    program.returns(program.add("add", one, other))
+    total = program.add("add", one, other)
+    program.returns(total)
     on_gpu = replace(KINDS, in_tuples=frozenset({"library"}))
     assert clusters(program, KINDS)[-1].may_reuse == (one, other)
     assert clusters(program, on_gpu)[-1].may_reuse == (other,)
+    assert clusters(program, on_gpu, copied={total})[-1].may_reuse == (one, other)
