@@ -10,7 +10,6 @@ returns that as a fact for the next decision (:mod:`keras_remat.training.decide`
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -148,7 +147,7 @@ def run_plain(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase)
 def start_solver(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
     """Lets a process solve while training goes on, unless there is nothing to solve."""
     costs, known = shape.costs, tools.known(shape)
-    most_s = _most_saved_s(tools, costs, tools.costs.predict(costs.problem, shape.schedule))
+    most_s = tools.most_saved_s(costs.problem, tools.costs.predict(costs.problem, shape.schedule))
     reused = tools.plans.reused(costs.problem, known, Phase.VERIFY)
     if most_s < _LEAST_SOLVE_S or reused is not None:
         return shape.solving(None, phase)
@@ -191,7 +190,7 @@ def replan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) ->
     costs, known = shape.costs, tools.known(shape)
     now = tools.costs.predict(costs.problem, shape.schedule)
     fits = tools.fit.limit.fits(now.peak_bytes)
-    most_s = _most_saved_s(tools, costs, now)
+    most_s = tools.most_saved_s(costs.problem, now)
     if most_s < _LEAST_SOLVE_S:
         tools.fit.event(*tell.saves_too_little(tools.fit.most_steps_left, _LEAST_SOLVE_S))
         return keep_plan(tools, shape, outcome, phase)
@@ -210,16 +209,6 @@ def replan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) ->
         return keep_plan(tools, shape, outcome, phase)
     tools.fit.event(*tell.swapped(found))
     return tools.plans.lowered(shape, costs, found, phase)
-
-
-def _most_saved_s(tools: Tools, costs: Costs, now: Usage) -> float:
-    """Returns the seconds that a faster plan can save: solving for it may take as long. There
-    is no bound where the one that runs does not fit, the steps that are left are not known, or
-    a plan is kept for other fits."""
-    steps, fits = tools.fit.most_steps_left, tools.fit.limit.fits(now.peak_bytes)
-    if steps is None or tools.plans.keeps_plans or not fits:
-        return math.inf
-    return steps * (now.time_s - costs.problem.store_all_time_s)
 
 
 def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:

@@ -6,9 +6,12 @@ go with the mode: what was compiled for one that trains no more is freed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from keras_remat.backends.base import Backend
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Usage
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.costs import StepCosts
 from keras_remat.training.decide import Phase
@@ -70,6 +73,15 @@ class Tools:
         if steps.reference is None:
             return steps.expected
         return self.family.known(steps.shapes, shape.signature)
+
+    def most_saved_s(self, problem: Problem, now: Usage) -> float:
+        """Returns the seconds that a faster plan can save: solving for it may take as long. There
+        is no bound where the one that runs does not fit, the steps that are left are not known, or
+        a plan is kept for other fits."""
+        steps, fits = self.fit.most_steps_left, self.fit.limit.fits(now.peak_bytes)
+        if steps is None or self.plans.keeps_plans or not fits:
+            return math.inf
+        return steps * (now.time_s - problem.store_all_time_s)
 
     def learnt(self, before: ShapeState, after: ShapeState) -> FitRecord:
         """Returns what is known by what a step took, before and after the move that followed."""
