@@ -37,6 +37,7 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.advice import advising
 from keras_remat.planning.plan import Plan
+from keras_remat.planning.quick_orders import QUICK
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
 from keras_remat.planning.slice_costs import costs_of, undivided_scratch
 from keras_remat.solvers import check_floor
@@ -266,8 +267,9 @@ def plan_in_slices(
     tried = None if seen is None else seen[0].slicing
     found = (one for one in found if one[0] != tried)
     for slicing, sliced, costs in islice(_by_promise(found, failed), _MOST_TRIES):
+        solver = QUICK if clock.is_over else request.solver
         try:
-            asked = replace(request, problem=costs, clock_s=clock.left_s())
+            asked = replace(request, problem=costs, clock_s=clock.left_s(), solver=solver)
             return sliced, costs, door(asked)
         except NOT_FOUND as error:
             logger.debug("keras_remat: %s: %s", _name(slicing), error)
@@ -294,7 +296,10 @@ def _hopeful(
     """
     problem, budget = request.problem, request.limit.usable_bytes
     resident = problem.profile.resident_bytes
+    most_bytes = _HOPELESS_SHARE * (budget - resident)
     for slicing in candidates(problem, slicer.rules, budget):
+        if _ends_bytes(problem.graph, slicer.rules, slicing) > most_bytes:
+            continue
         try:
             sliced = slicer.sliced(slicing)
         except InvalidProblemError as error:  # a kernel lays a part out in another way
@@ -304,8 +309,31 @@ def _hopeful(
             continue
         sliced, costs = costs_of(sliced, problem, estimate, undivided)
         floors.append(costs)
-        if costs.floor_bytes - resident <= _HOPELESS_SHARE * (budget - resident):
+        if costs.floor_bytes - resident <= most_bytes:
             yield slicing, sliced, costs
+
+
+def _ends_bytes(graph: Graph, rules: Mapping[int, SliceRule], slicing: Slicing) -> int:
+    """Returns bytes that a step in slices needs above what is resident, however it is ordered, as
+    an op reads parts of a value that is made whole, and makes parts of one that is read whole.
+
+    When the buffer of the second one is begun, every part of it has been made, or is still to be
+    read. No single op shows that: slices of Adam's updates seemed to need half of what they do.
+    """
+    chosen, most_bytes = set(slicing.ops), 0
+    for op_id in slicing.ops:
+        rule = rules[op_id]
+        made = ((v, graph.values[v].producer) for v in rule.sliced)
+        cut = [v for v, p in made if p is not None and (p not in chosen or v in rules[p].sums)]
+        joined = [
+            v
+            for v in set(graph.ops[op_id].outputs) - rule.sums
+            if any(r not in chosen or v not in rules[r].sliced for r in graph.readers[v])
+        ]
+        if cut and joined:
+            read, whole = (max(graph.values[v].nbytes for v in ends) for ends in (cut, joined))
+            most_bytes = max(most_bytes, whole + min(read, whole))
+    return most_bytes
 
 
 def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[_Candidate]:

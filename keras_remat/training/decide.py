@@ -256,6 +256,7 @@ class RetryCounts:
         profiled: whether a step that runs plainly was recorded for its ops' costs.
         plain_ruled_out: whether Keras's own step is known not to fit.
         plain_tried: whether it was measured because no plan kept to the limit.
+        replan_failed: whether no plan was found from the measured profile.
     """
 
     tightenings: int = 0
@@ -264,6 +265,7 @@ class RetryCounts:
     profiled: bool = False
     plain_ruled_out: bool = False
     plain_tried: bool = False
+    replan_failed: bool = False
 
     def attempts_left(self, *, out_of_memory: bool) -> bool:
         """Returns whether a plan may be made once more for what was too much."""
@@ -279,6 +281,8 @@ class RetryCounts:
     def without(self, move: Move) -> RetryCounts:
         """Returns the counts after a move that could not be made: a plan that could not be made
         again for what was too much cannot the next time."""
+        if move is Move.REPLAN:
+            return replace(self, replan_failed=True)
         return replace(self, tightenings=MAX_TIGHTENINGS) if move is Move.TIGHTEN else self
 
     def after(self, move: Move) -> RetryCounts:

@@ -220,7 +220,12 @@ def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -
     shape, known = shape.with_over_limit(), tools.known(shape)
     orders = {other.schedule for other in shape.over_limit if isinstance(other, PlannedShape)}
     # of a step in slices, the plan that needs least comes after other slices
-    asked = {"below_bytes": needed if costs.is_whole else None, "avoid": frozenset(orders)}
+    asked: dict[str, Any] = {
+        "below_bytes": needed if costs.is_whole else None,
+        "avoid": frozenset(orders),
+    }
+    if costs.is_whole and shape.tries.replan_failed:  # and more was measured since
+        asked["failure"] = tools.plans.not_found(costs.problem, peak)
     with tools.fit.progress("solving for the schedule"):
         request = tools.plans.request(costs.problem, shape.batch_size, **asked)
         found = tools.plans.reused(costs.problem, known, Phase.VERIFY, orders)

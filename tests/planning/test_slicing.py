@@ -25,6 +25,7 @@ from keras_remat.planning.plan import load_plan, plan_from_dict
 from keras_remat.planning.request import PlanRequest
 from keras_remat.planning.slice_costs import costs_of, sliced_costs, undivided_scratch
 from keras_remat.planning.slicing import (
+    _ends_bytes,
     candidates,
     in_micro_batches,
     in_slices_of,
@@ -195,6 +196,63 @@ def test_brute_force_agrees_that_the_floor_fell():
     found = fastest(costs.with_budget(111))
     assert found is not None
     validate(costs.with_budget(111), Schedule(tuple(found[1])))
+
+
+def update(read=8, written=8):
+    """One op between whole values, as an update of a weight is, in place: ``h → d → end``."""
+    ops = tuple(
+        Op(i, "hde"[i], "", (i - 1,) if i else (), (i,), may_reuse=(0,) * (i == 1))
+        for i in range(3)
+    )
+    sizes = (read, written, 1)
+    values = tuple(Value(i, "hde"[i], sizes[i], producer=i) for i in range(3))
+    step = TracedStep(Graph(ops, values, (2,)), {})
+    step = replace(step, slicer=CoreSlicer(step, {1: SliceRule(frozenset({0}), divides=64)}))
+    return step, Problem(step.graph, estimate(step))
+
+
+@pytest.mark.parametrize(("read", "written"), [(8, 8), (8, 4), (4, 8)])
+def test_an_op_between_whole_values_needs_both_however_it_is_sliced(read, written):
+    """Brute force agrees; of the ops alone, none does."""
+    step, problem = update(read, written)
+    rules, slicing = step.slicer.rules, Slicing((1,), 2)
+    needed = 100 + _ends_bytes(problem.graph, rules, slicing)
+    _, costs = costs_of(step.slicer.sliced(slicing), problem, estimate)
+    assert needed == 100 + written + min(read, written)
+    assert fastest(costs.with_budget(needed - 1), any_order=True) is None
+    found = list(candidates(problem, rules, 100 + written))
+    assert found
+    assert all(_ends_bytes(problem.graph, rules, one) == needed - 100 for one in found)
+
+
+def test_slices_of_updates_alone_are_not_solved_for():
+    step, problem = update(640, 640)
+    asked = []
+
+    def door(request):
+        asked.append(request)
+        raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+
+    failure = ScheduleNotFoundError(1000, problem.floor_bytes)
+    with pytest.raises(ScheduleNotFoundError):
+        plan_in_slices(step, request_for(problem, 1000), estimate, failure, door)
+    assert asked == []
+
+
+def test_once_the_time_is_over_slices_are_looked_for_by_the_quick_solver_alone():
+    step, problem, _ = head(large=6400)
+    asked = []
+
+    def refuse(request):
+        asked.append(request.solver)
+        raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+
+    failure = ScheduleNotFoundError(3400, problem.floor_bytes)
+    for clock_s in (0.0, 1e6):
+        request = replace(request_for(problem, 100 + 5000), clock_s=clock_s)
+        with pytest.raises(ScheduleNotFoundError):
+            plan_in_slices(step, request, estimate, failure, refuse)
+    assert asked == ["greedy_first"] * 4 + ["auto"] * 4
 
 
 def test_a_refusal_names_the_op_that_needs_most_in_slices():

@@ -111,6 +111,20 @@ def test_a_final_step_that_cannot_be_tightened_is_tried_once(monkeypatch):
     assert backend.ran[-1][0] == running.solution.schedule
 
 
+def test_where_measured_costs_have_no_plan_the_solver_is_not_asked_again(monkeypatch):
+    """The recorded steps show that the device needs more than any schedule leaves; what measures
+    over the limit after that is tightened by what is found quickly."""
+    solvers, backend = [], FakeBackend()
+    note_solves(monkeypatch, lambda *given, solver, **more: solvers.append(solver))
+    backend.surplus_bytes = lambda what, size: TIGHT if backend.calls > 1 else 0
+    trainer, report = driven(backend, options())
+    with pytest.warns(UserWarning, match="over the limit"):
+        train(trainer, 20)
+    assert trainer.settled
+    assert "tighten" in event_kinds(report)
+    assert solvers == ["greedy_first", "greedy"]  # the first plan, and the one from what it shows
+
+
 def test_tightening_ends_and_the_plan_that_measured_least_stays():
     """The device takes the more above the limit the more is recomputed."""
     backend = FakeBackend()
