@@ -17,7 +17,8 @@ ROOT = FOLDER.parents[2]
 #: What is asked of every framework.
 OF_ALL = (
     "test_accumulate.py", "test_batches.py", "test_conformance.py", "test_data.py",
-    "test_fit.py", "test_own_code.py", "test_versions.py",
+    "test_fit.py", "test_own_code.py", "test_random_fits.py", "test_sample_wise.py",
+    "test_versions.py",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
