@@ -9,7 +9,7 @@ from keras_remat.backends.base import TracedStep
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.core.slices import SlicedGraph
+from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing
 from keras_remat.core.target import CPU_RATES
 
 
@@ -108,3 +108,26 @@ def costs_of(
                 asked[op_id] = max(asked[op_id], least)
         costs = replace(costs, profile=replace(costs.profile, op_workspace_bytes=tuple(asked)))
     return replace(sliced, whole=whole), costs
+
+
+def ends_bytes(graph: Graph, rules: Mapping[int, SliceRule], slicing: Slicing) -> int:
+    """Returns bytes that a step in slices needs above what is resident, however it is ordered, as
+    an op reads parts of a value that is made whole, and makes parts of one that is read whole.
+
+    When the buffer of the second one is begun, every part of it has been made, or is still to be
+    read. No single op shows that: slices of Adam's updates seemed to need half of what they do.
+    """
+    chosen, most_bytes = set(slicing.ops), 0
+    for op_id in slicing.ops:
+        rule = rules[op_id]
+        made = ((v, graph.values[v].producer) for v in rule.sliced)
+        cut = [v for v, p in made if p is not None and (p not in chosen or v in rules[p].sums)]
+        joined = [
+            v
+            for v in set(graph.ops[op_id].outputs) - rule.sums
+            if any(r not in chosen or v not in rules[r].sliced for r in graph.readers[v])
+        ]
+        if cut and joined:
+            read, whole = (max(graph.values[v].nbytes for v in ends) for ends in (cut, joined))
+            most_bytes = max(most_bytes, whole + min(read, whole))
+    return most_bytes

@@ -39,7 +39,7 @@ from keras_remat.planning.advice import advising
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.quick_orders import QUICK
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
-from keras_remat.planning.slice_costs import costs_of, undivided_scratch
+from keras_remat.planning.slice_costs import costs_of, ends_bytes, undivided_scratch
 from keras_remat.solvers import check_floor
 
 logger = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ def _hopeful(
     resident = problem.profile.resident_bytes
     most_bytes = _HOPELESS_SHARE * (budget - resident)
     for slicing in candidates(problem, slicer.rules, budget):
-        if _ends_bytes(problem.graph, slicer.rules, slicing) > most_bytes:
+        if ends_bytes(problem.graph, slicer.rules, slicing) > most_bytes:
             continue
         try:
             sliced = slicer.sliced(slicing)
@@ -311,29 +311,6 @@ def _hopeful(
         floors.append(costs)
         if costs.floor_bytes - resident <= most_bytes:
             yield slicing, sliced, costs
-
-
-def _ends_bytes(graph: Graph, rules: Mapping[int, SliceRule], slicing: Slicing) -> int:
-    """Returns bytes that a step in slices needs above what is resident, however it is ordered, as
-    an op reads parts of a value that is made whole, and makes parts of one that is read whole.
-
-    When the buffer of the second one is begun, every part of it has been made, or is still to be
-    read. No single op shows that: slices of Adam's updates seemed to need half of what they do.
-    """
-    chosen, most_bytes = set(slicing.ops), 0
-    for op_id in slicing.ops:
-        rule = rules[op_id]
-        made = ((v, graph.values[v].producer) for v in rule.sliced)
-        cut = [v for v, p in made if p is not None and (p not in chosen or v in rules[p].sums)]
-        joined = [
-            v
-            for v in set(graph.ops[op_id].outputs) - rule.sums
-            if any(r not in chosen or v not in rules[r].sliced for r in graph.readers[v])
-        ]
-        if cut and joined:
-            read, whole = (max(graph.values[v].nbytes for v in ends) for ends in (cut, joined))
-            most_bytes = max(most_bytes, whole + min(read, whole))
-    return most_bytes
 
 
 def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[_Candidate]:

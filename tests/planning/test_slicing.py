@@ -23,9 +23,8 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.plan import load_plan, plan_from_dict
 from keras_remat.planning.request import PlanRequest
-from keras_remat.planning.slice_costs import costs_of, sliced_costs, undivided_scratch
+from keras_remat.planning.slice_costs import costs_of, ends_bytes, sliced_costs, undivided_scratch
 from keras_remat.planning.slicing import (
-    _ends_bytes,
     candidates,
     in_micro_batches,
     in_slices_of,
@@ -216,13 +215,13 @@ def test_an_op_between_whole_values_needs_both_however_it_is_sliced(read, writte
     """Brute force agrees; of the ops alone, none does."""
     step, problem = update(read, written)
     rules, slicing = step.slicer.rules, Slicing((1,), 2)
-    needed = 100 + _ends_bytes(problem.graph, rules, slicing)
+    needed = 100 + ends_bytes(problem.graph, rules, slicing)
     _, costs = costs_of(step.slicer.sliced(slicing), problem, estimate)
     assert needed == 100 + written + min(read, written)
     assert fastest(costs.with_budget(needed - 1), any_order=True) is None
     found = list(candidates(problem, rules, 100 + written))
     assert found
-    assert all(_ends_bytes(problem.graph, rules, one) == needed - 100 for one in found)
+    assert all(ends_bytes(problem.graph, rules, one) == needed - 100 for one in found)
 
 
 def test_slices_of_updates_alone_are_not_solved_for():

@@ -265,8 +265,7 @@ def clusters(
     in_memory = _read_from_memory(program, kinds, kept)
     in_memory |= _waiting_parts(program, kinds, readers, size)
 
-    chains: dict[int, _Chain] = {}
-    result: list[Cluster] = []
+    chains, result = dict[int, _Chain](), list[Cluster]()
     for at, equation in enumerate(program.equations):
         chain = _chain_behind(at, equation, kinds, chains)
         out = next(iter(equation.outputs), -1)
