@@ -31,7 +31,7 @@ KINDS = Kinds(
     """),
     expensive=names("""
         acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1
-        lgamma log log1p log2 logistic pow rsqrt sin sinh sqrt tan tanh
+        lgamma log log1p log2 logistic polynomial pow rsqrt sin sinh sqrt tan tanh
     """),
     reductions=names("""
         reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin

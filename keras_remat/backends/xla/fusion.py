@@ -15,7 +15,8 @@ The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``,
 * its equation is elementwise, a broadcast, or a view, and all its readers can take it into their
   loop (elementwise ones and reductions; a matrix product or convolution reads memory, except
   through a view), and
-* it has one reader, or it is cheap and comes from at most one value of about its own size.
+* it has one reader, or its readers run as one because they end in the same equation, or it is cheap
+  and comes from at most one value of about its own size.
 
 Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain
 step does not tell; and reading it would cost one more compilation. What the rule gets wrong, the
@@ -264,6 +265,7 @@ def clusters(
     size = program.sizes if sizes is None else sizes
     in_memory = _read_from_memory(program, kinds, kept)
     in_memory |= _waiting_parts(program, kinds, readers, size)
+    ends = _ends(program, kinds, in_memory)
 
     chains, result = dict[int, _Chain](), list[Cluster]()
     for at, equation in enumerate(program.equations):
@@ -272,15 +274,8 @@ def clusters(
         if equation.kind in kinds.views:
             absent = out not in kept
         else:
-            absent = (
-                equation.kind in kinds.fusible
-                and len(equation.outputs) == 1
-                and not equation.has_effect
-                and out not in in_memory
-                and (
-                    _reader_count(out, readers, program, kinds) <= 1
-                    or _copied(chain, size[out], size, producer)
-                )
+            absent = _can_be_absent(equation, kinds, in_memory) and (
+                len(ends[out]) <= 1 or _copied(chain, size[out], size, producer)
             )
         if absent:
             chains[out] = chain
@@ -293,8 +288,8 @@ def clusters(
                 and size[n] == size[out]
                 and (out in copied or not _in_a_tuple(program.equations[producer[n]], kinds))
             )
-            ends, leaves = sorted(chain.equations), sorted(chain.leaves)
-            result.append(Cluster(tuple(ends), tuple(leaves), equation.outputs, may_reuse))
+            run, leaves = sorted(chain.equations), sorted(chain.leaves)
+            result.append(Cluster(tuple(run), tuple(leaves), equation.outputs, may_reuse))
     return result
 
 
@@ -341,19 +336,29 @@ def _waiting_parts(
     return found
 
 
-def _reader_count(
-    number: int, readers: dict[int, list[int]], program: Program, kinds: Kinds
-) -> int:
-    """Returns how many equations read a value, directly or through views."""
-    total = 0
-    for at in readers[number]:
-        equation = program.equations[at]
-        total += (
-            _reader_count(equation.outputs[0], readers, program, kinds)
-            if equation.kind in kinds.views
-            else 1
-        )
-    return total
+def _can_be_absent(equation: Equation, kinds: Kinds, in_memory: set[int]) -> bool:
+    """Returns whether readers that run as one can take an equation into their loop."""
+    return (
+        equation.kind in kinds.fusible
+        and len(equation.outputs) == 1
+        and not equation.has_effect
+        and equation.outputs[0] not in in_memory
+    )
+
+
+def _ends(program: Program, kinds: Kinds, in_memory: set[int]) -> dict[int, set[int]]:
+    """Returns the equations in which the readers of every value end: a view ends where its result
+    does, and so does an equation whose readers all end in one."""
+    ends: dict[int, set[int]] = defaultdict(set)
+    for at, equation in reversed(list(enumerate(program.equations))):
+        found = {at}
+        if equation.kind in kinds.views:
+            found = set().union(*(ends[out] for out in equation.outputs))
+        elif _can_be_absent(equation, kinds, in_memory) and len(ends[equation.outputs[0]]) == 1:
+            found = ends[equation.outputs[0]]
+        for number in equation.reads:
+            ends[number] |= found
+    return ends
 
 
 def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _Chain]) -> _Chain:

@@ -28,6 +28,27 @@ def test_a_dear_value_with_two_readers_exists():
     assert parts(program.returns(b, c)) == {(a,): (0,), (b,): (1,), (c,): (2,)}
 
 
+def test_a_dear_value_does_not_exist_where_its_readers_end_in_one_equation():
+    """As in ``e + e * p(x)``: XLA has both in one loop, however many read it there."""
+    program = FlatProgram(LARGE)
+    a = program.add("exp", 0)
+    b = program.add("view", program.add("exp", a))
+    c = program.add("add", a, b)
+    assert parts(program.returns(c)) == {(c,): (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("again", ["dot", "exp", "output"])
+def test_it_exists_where_something_in_between_does(again):
+    program = FlatProgram(LARGE)
+    a = program.add("exp", 0)
+    b = program.add("exp", a)
+    c = program.add("add", a, b)
+    more = (b,) if again == "output" else (program.add(again, b),)
+    found = parts(program.returns(c, *more))
+    assert (a,) in found
+    assert (b,) in found
+
+
 def test_a_cheap_value_of_one_large_value_is_copied_into_every_reader():
     program = FlatProgram(LARGE, 4)
     made = program.add("dot", 0)
