@@ -101,7 +101,7 @@ def tight_run():
     plain, data = large()
     expected = fit(plain, data, epochs=4)
     model, data = large()
-    limit = tight_limit(model, data, 0.4)
+    limit = tight_limit(model, data, 0.5)
     remat = callback(limit)
     with pytest.MonkeyPatch.context() as monkeypatch:
         settled = Settled(monkeypatch)
