@@ -83,8 +83,8 @@ def joined():
 
 
 def test_sigmoids_and_what_is_joined_do_not_exist_on_a_card(monkeypatch):
-    """As on JAX: each reader computes them again. A sigmoid of a gradient, whose readers run as one,
-    exists nowhere."""
+    """As on JAX: each reader computes them again. The sigmoid of a gradient exists nowhere: its
+    readers run as one."""
     monkeypatch.setattr(compiled, "CardCompiler", lambda: None)
     model, batch = joined()
     made = {}
