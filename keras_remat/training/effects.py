@@ -219,15 +219,18 @@ def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -
     needed = tools.costs.predict(costs.problem, shape.schedule).peak_bytes
     shape, known = shape.with_over_limit(), tools.known(shape)
     orders = {other.schedule for other in shape.over_limit if isinstance(other, PlannedShape)}
-    # of a step in slices, the plan that needs least comes after other slices
-    asked: dict[str, Any] = {
-        "below_bytes": needed if costs.is_whole else None,
-        "avoid": frozenset(orders),
-    }
-    if costs.is_whole and shape.tries.replan_failed:  # and more was measured since
-        asked["failure"] = tools.plans.not_found(costs.problem, peak)
+    failure = None  # where it is known that costs have no plan, and more was measured since
+    if costs.is_whole and shape.tries.replan_failed:
+        failure = tools.plans.not_found(costs.problem, peak)
     with tools.fit.progress("solving for the schedule"):
-        request = tools.plans.request(costs.problem, shape.batch_size, **asked)
+        request = tools.plans.request(
+            costs.problem,
+            shape.batch_size,
+            # of a step in slices, the plan that needs least comes after other slices
+            below_bytes=needed if costs.is_whole else None,
+            avoid=frozenset(orders),
+            failure=failure,
+        )
         found = tools.plans.reused(costs.problem, known, Phase.VERIFY, orders)
         try:
             found = found or plan_for(request)

@@ -157,9 +157,7 @@ def test_no_copy_of_an_image_is_kept(build, policy):
     """On a card without units for bfloat16, not in 32 bits either."""
     model, batch = built(build, policy)
     traced = trace(model, batch, target=card("T4"))
-    problem = Problem(traced.graph, estimated_profile(traced))
-    store_all = Schedule.store_all(traced.graph)
-    most = simulate(problem, store_all).peak_bytes - problem.profile.resident_bytes
+    store_all, most = stored(traced)
     assert memory(lowering.lower(traced, store_all)).added_bytes < 1.05 * most
 
 
@@ -169,6 +167,13 @@ def attention():
     for _ in range(3):
         x = x + layers.MultiHeadAttention(4, 16)(x, x)
     return inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)), 64
+
+
+def stored(traced):
+    """The schedule that recomputes nothing, and its simulated bytes above the resident ones."""
+    problem = Problem(traced.graph, estimated_profile(traced))
+    store_all = Schedule.store_all(traced.graph)
+    return store_all, simulate(problem, store_all).peak_bytes - problem.profile.resident_bytes
 
 
 def planned(traced, share):
@@ -231,9 +236,7 @@ def swish():
 def test_sigmoids_of_swish_are_not_kept():
     model, batch = built(swish, "float32")
     traced = trace(model, batch, target=card("H100"))
-    problem = Problem(traced.graph, estimated_profile(traced))
-    store_all = Schedule.store_all(traced.graph)
-    most = simulate(problem, store_all).peak_bytes - problem.profile.resident_bytes
+    store_all, most = stored(traced)
     assert Step(traced, store_all, Writing.LOOSE).added_bytes < 1.05 * most
 
 
@@ -271,9 +274,7 @@ def test_a_gradient_that_padded_convolutions_read_is_not_in_memory():
     """Where it was simulated, the step took 24 % less."""
     model, batch = built(upsampled, "float32")
     traced = trace(model, batch, target=card("H100"))
-    problem = Problem(traced.graph, estimated_profile(traced))
-    store_all = Schedule.store_all(traced.graph)
-    most = simulate(problem, store_all).peak_bytes - problem.profile.resident_bytes
+    store_all, most = stored(traced)
     compiled = memory(lowering.lower(traced, store_all, Writing.LOOSE)).added_bytes
     assert 0.95 * most < compiled < 1.1 * most
 

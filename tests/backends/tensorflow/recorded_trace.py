@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import gpu_stand_in
+import keras_models
 
+from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.private import read_trace
 from keras_remat.backends.tensorflow.profiler.recorder import Recording
 from keras_remat.core.schedule import Schedule
@@ -55,6 +57,19 @@ class Trace:
 
     def free(self, at_us, address):
         self.event("MemoryDeallocation", at_us, addr=address)
+
+
+def traced_of(model, batch):
+    """The step of a batch, or of a batch size."""
+    ordered = backend()
+    return ordered.trace(model, ordered.example_batch(model, batch))
+
+
+def mlp_step():
+    """A step of 32 samples through one dense layer of 16 x 64 and one of 64 x 1: model, batch, and
+    what was traced."""
+    model, batch = keras_models.mlp(32, width=64, blocks=1, dropout=0)
+    return model, batch, traced_of(model, batch)
 
 
 def recorded(*traces, kernels=(), errors=()):

@@ -7,7 +7,7 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
-from recorded_trace import Trace, lowered_with, recorded
+from recorded_trace import Trace, lowered_with, mlp_step, recorded, traced_of
 
 from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.graph import kinds
@@ -26,15 +26,9 @@ from keras_remat.core.schedule import Schedule
 BACKEND = backend()
 
 
-def traced_of(model, batch):
-    return BACKEND.trace(model, BACKEND.example_batch(model, batch))
-
-
 @pytest.fixture(scope="module")
 def mlp():
-    """A step of 32 samples through one dense layer of 16 x 64 and one of 64 x 1."""
-    model, batch = keras_models.mlp(32, width=64, blocks=1, dropout=0)
-    return model, batch, traced_of(model, batch)
+    return mlp_step()
 
 
 # ------------------------------------------------------------------ estimates
