@@ -121,17 +121,19 @@ def volume_films():
 
 @pytest.mark.allocator
 @pytest.mark.parametrize(
-    ("piece", "least", "tolerance"),
+    ("piece", "least", "below", "above"),
     [
-        (unet_piece, MIB, 0.01),
-        (lambda: volume_piece(1, 16), MIB, 0.01),
-        (lambda: volume_piece(8192, 1, (64,), 1), MIB, 0.01),
-        (films, 8 * MIB, 0.05),
-        (volume_films, 20 * MIB, 0.05),
+        (unet_piece, MIB, 0.99, 1.01),
+        (lambda: volume_piece(1, 16), MIB, 0.99, 1.01),
+        (lambda: volume_piece(8192, 1, (64,), 1), MIB, 0.99, 1.01),
+        # Kernels of a loop's round race: a value of a fifteenth is gone at the peak, or is not.
+        # Patches of two kernels at once would be nearly twice as much.
+        (films, 8 * MIB, 0.75, 1.05),
+        (volume_films, 20 * MIB, 0.75, 1.05),
     ],
     ids=["images", "a volume", "voxels", "films", "films of volumes"],
 )
-def test_what_is_expected_is_what_is_recorded(piece, least, tolerance):
+def test_what_is_expected_is_what_is_recorded(piece, least, below, above):
     if private.onednn_is_on() or device.on_gpu() or not backend().device.has_statistics:
         pytest.skip("for TensorFlow's own kernels, on an allocator with statistics")
     model, batch = piece()
@@ -143,5 +145,5 @@ def test_what_is_expected_is_what_is_recorded(piece, least, tolerance):
         expected = scratch.estimated_workspace(step.traced, op)
         largest = max(largest, expected)
         if max(expected, recorded) > least and "last" not in op.name:
-            assert recorded == pytest.approx(expected, rel=tolerance), op
+            assert below * expected <= recorded <= above * expected, (op, recorded, expected)
     assert largest > 100 * KIB
