@@ -147,18 +147,21 @@ def placed(overload: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], d
     return args, {name: given for name, given in arguments.items() if name in by_name}
 
 
-def is_on_onednn(images: Any, weights: Any, options: Sequence[Any]) -> bool:
-    """Returns whether oneDNN's kernel takes a convolution on a CPU, with as many threads as there
-    are now.
+def convolution_kernel(images: Any, weights: Any, options: Sequence[Any]) -> str:
+    """Returns the name of the kernels that take a convolution on a CPU, with as many threads as
+    there are now. PyTorch's own begin with "Slow"; the others are oneDNN's.
 
     Args:
         images, weights: with shape and dtype.
         options: strides, paddings, dilations, whether it is transposed, output paddings, groups.
     """
     x, kernel = (torch.empty((), dtype=one.dtype).expand(one.shape) for one in (images, weights))
-    own = torch._C._ConvBackend  # oneDNN's for transposed ones has no name in Python
-    taken = torch._C._select_conv_backend(x, kernel, None, *options)
-    return taken not in (own.Slow2d, own.SlowDilated2d, own.SlowTranspose2d)
+    if x.ndim == 3:  # as PyTorch does, which copies the images here, too
+        x, kernel = x.unsqueeze(2), kernel.unsqueeze(2)
+        one = ([1], [0], [1], None, [0], None)
+        options = [o if i is None else [*i, *o] for i, o in zip(one, options, strict=True)]
+    # oneDNN's for transposed ones has no name in Python
+    return str(torch._C._select_conv_backend(x, kernel, None, *options).name)
 
 
 def returns_list(overload: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import flop_counter
 
-from keras_remat.backends.torch import private
+from keras_remat.backends.torch import convolutions, private
 from keras_remat.backends.torch.device import CpuDevice, CudaDevice
 from keras_remat.backends.torch.lower import LoweredStep
 from keras_remat.backends.torch.program import Node
@@ -36,8 +36,7 @@ _NS = 1e-9
 
 def estimated_profile(traced: TorchTracedStep, resident_bytes: int | None = None) -> Profile:
     """Returns a profile from shapes alone: arithmetic or bytes moved at fixed rates, whichever
-    takes longer. Of what ops take for themselves, the copies of weights that oneDNN makes are
-    expected.
+    takes longer. Of what ops take for themselves, a CPU's copies for convolutions are expected.
 
     Args:
         traced: the step.
@@ -46,7 +45,7 @@ def estimated_profile(traced: TorchTracedStep, resident_bytes: int | None = None
     """
     return Profile(
         tuple(_estimated_time_s(traced, op) for op in traced.graph.ops),
-        tuple(_copied_weights(traced, traced.handles[op.id]) for op in traced.graph.ops),
+        tuple(_scratch_bytes(traced, op) for op in traced.graph.ops),
         traced.graph.input_bytes if resident_bytes is None else resident_bytes,
         "estimated",
         str(traced.device),
@@ -61,24 +60,10 @@ def _estimated_time_s(traced: TorchTracedStep, op: Op) -> float:
     return _OVERHEAD_S + max(flops * rates.seconds_per_flop, moved * rates.seconds_per_byte)
 
 
-def _copied_weights(traced: TorchTracedStep, node: Node) -> int:
-    """Returns the bytes of the copies that a convolution makes on a CPU of its weights, or of their
-    gradient, in oneDNN's own layout: one forward and two backward, however many images there are.
-    Images whose channels lie last, as Keras has them, are not copied."""
-    if traced.device.type != "cpu" or node.call is None:
+def _scratch_bytes(traced: TorchTracedStep, op: Op) -> int:
+    if traced.device.type != "cpu":
         return 0
-    operator, args = node.call.operator, node.call.args
-    is_backward = operator is aten.convolution_backward.default
-    if not is_backward and operator is not aten.convolution.default:
-        return 0
-    layouts = traced.program.layouts
-    images, weights = (layouts[one.number] for one in args[is_backward : is_backward + 2])
-    if len(images.shape) != 4 or images.stride[1] != 1:
-        return 0
-    if not private.is_on_onednn(images, weights, args[3 + is_backward : 9 + is_backward]):
-        return 0
-    copies = 2 if is_backward and args[10][1] else 1
-    return int(copies * math.prod(weights.shape) * weights.dtype.itemsize)
+    return convolutions.scratch_bytes(traced.handles[op.id], traced.program.layouts)
 
 
 def _flops(traced: TorchTracedStep, node: Node) -> float:

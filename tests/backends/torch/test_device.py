@@ -123,41 +123,6 @@ def test_a_planned_step_takes_the_same_after_a_plain_one_and_its_copy_nothing():
         np.testing.assert_array_equal(weight.numpy(), value)
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch lacks oneDNN")
-@pytest.mark.parametrize("samples", [2, 16])
-def test_a_first_prediction_counts_what_convolutions_copy_of_their_weights(samples, one_thread):
-    """On small images that is most of what they take, however many they are."""
-    keras.utils.set_random_seed(0)
-    x = inputs = keras.Input((6, 6, 96))
-    for _ in range(2):
-        x = keras.layers.Conv2D(96, 3, padding="same", activation="relu")(x)
-    x = keras.layers.GlobalAveragePooling2D()(keras.layers.Conv2D(96, 1)(x))
-    model = keras.Model(inputs, keras.layers.Dense(3, "softmax")(x))
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    on = load_backend()
-    batch = np.ones((samples, 6, 6, 96), "float32"), np.zeros(samples, "int32")
-    data = on.example_batch(model, batch)
-    traced = on.trace(model, data)
-    profile = on.estimated_profile(traced, on.device.in_use_bytes())
-    problem = keras_remat.Problem(traced.graph, profile)
-    order = keras_remat.Schedule.store_all(traced.graph)
-    run = on.lower(traced, problem, order)
-    _, usage = on.measure(lambda: run(data))
-    predicted = keras_remat.simulate(problem, order).peak_bytes
-    assert usage.peak_bytes == pytest.approx(predicted, rel=0.001)
-    kernel = 4 * 3 * 3 * 96 * 96
-    ones = 4 * 96 * 96 * (samples >= 16)  # 1x1 kernels are oneDNN's from there on
-    assert sum(profile.op_workspace_bytes) == 2 * (kernel + 2 * kernel) + ones + 2 * ones
-
-
 class Card:
     """Stands in for ``torch.cuda``: a card of 8 GiB, of which a quarter is other processes'."""
 

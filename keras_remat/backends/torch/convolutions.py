@@ -1,0 +1,129 @@
+"""What convolutions take on a CPU beside their results, told by shape before any has run.
+
+Images whose channels lie last, as Keras has them, oneDNN reads as they are. Of the weights, and of
+their gradient, it makes copies in its own layout: one forward and two backward, however many images
+there are. Where channels lie first (``data_format="channels_first"``, transposed and 1-D
+convolutions) it copies images and results, too, with channels in blocks of a vector register. A
+tensor that lies in neither way is copied whole before. PyTorch's own kernels, which take a single
+small image and float64, gather patches of images into a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from keras_remat.backends.torch import private
+from keras_remat.backends.torch.program import Node
+from keras_remat.backends.torch.recorder import Call, Layout
+
+aten = torch.ops.aten
+
+
+def scratch_bytes(node: Node, layouts: Sequence[Layout]) -> int:
+    """Returns the most bytes that a convolution takes beside its results; 0 of what else."""
+    if node.call is None:
+        return 0
+    operator, args = node.call.operator, node.call.args
+    is_backward = operator is aten.convolution_backward.default
+    if not is_backward and operator is not aten.convolution.default:
+        return 0
+    images, weights = (layouts[one.number] for one in args[is_backward : is_backward + 2])
+    results = layouts[args[0].number] if is_backward else _made(node.call, layouts)
+    options = args[3 + is_backward : 9 + is_backward]
+    asked = args[10][:2] if is_backward else (False, False)
+    kernel = private.convolution_kernel(images, weights, options)
+    is_last = (
+        len(images.shape) > 3
+        and 1 in (images.stride[1], weights.stride[1])
+        and not kernel.endswith("3d")  # PyTorch's own
+    )
+    read = (images, weights, results) if is_backward else (images, weights)
+    whole = sum(_bytes(one) for one in read if not _is_packed(one, is_last))
+    if kernel.startswith("Slow"):
+        return whole + _gathered_bytes(kernel, images, weights, results, options, asked)
+    if is_last:
+        return whole + (2 if asked[1] else 1) * _bytes(weights)
+    return whole + _blocked_bytes(images, weights, results, options, asked)
+
+
+def _made(call: Call, layouts: Sequence[Layout]) -> Layout:
+    (number,) = call.outputs
+    assert number is not None
+    return layouts[number]
+
+
+def _bytes(one: Layout) -> int:
+    return int(math.prod(one.shape) * one.dtype.itemsize)
+
+
+def _is_packed(one: Layout, is_last: bool) -> bool:
+    """Returns whether a tensor's elements lie without gaps, its channels last or first."""
+    order = [0, *range(2, len(one.shape)), 1] if is_last else range(len(one.shape))
+    needed = 1
+    for axis in reversed(order):
+        if one.shape[axis] != 1 and one.stride[axis] != needed:
+            return False
+        needed *= one.shape[axis]
+    return True
+
+
+def _gathered_bytes(
+    kernel: str,
+    images: Layout,
+    weights: Layout,
+    results: Layout,
+    options: Sequence[Any],
+    asked: Sequence[bool],
+) -> int:
+    """Returns the bytes of the matrix of patches; for the other arguments see
+    :func:`_blocked_bytes`."""
+    strides, _, _, is_transposed, _, _ = options
+    is_of_images_only = asked[0] and not asked[1]
+    if {*weights.shape[2:], *strides} == {1} or (kernel == "Slow2d" and is_of_images_only):
+        return 0
+    by_sample = "Dilated" in kernel or (is_transposed and any(asked))
+    samples = 1 if by_sample else images.shape[0]
+    places = math.prod((images if is_transposed else results).shape[2:])
+    return int(samples * places * _bytes(weights) // weights.shape[0])
+
+
+def _blocked_bytes(
+    images: Layout,
+    weights: Layout,
+    results: Layout,
+    options: Sequence[Any],
+    asked: Sequence[bool],
+) -> int:
+    """Returns what oneDNN's copies take at most, where channels lie first.
+
+    Args:
+        options: strides, paddings, dilations, whether it is transposed, output paddings, groups.
+        asked: whether a backward one makes the gradients of the images, and of the weights; a
+            forward one neither.
+    """
+    strides, _, _, is_transposed, _, groups = options
+    block = (16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8) * (groups == 1) or 1
+
+    def in_blocks(one: Layout, axes: tuple[int, ...]) -> int:
+        shape = [math.ceil(n / block) * block if a in axes else n for a, n in enumerate(one.shape)]
+        return int(math.prod(shape) * one.dtype.itemsize)
+
+    x, y, w = in_blocks(images, (1,)), in_blocks(results, (1,)), in_blocks(weights, (0, 1))
+    has_few = images.shape[1] < block  # channels, which it reads as they are
+    read = 0 if has_few else x
+    if not any(asked):
+        copied = y + (1 + bool(is_transposed)) * _bytes(results)
+        w = in_blocks(weights, (0,)) if has_few else w
+        return max(read + w + y, copied) - _bytes(results)
+    steps, made = [0], [_bytes(images) * asked[0], _bytes(weights) * asked[1]]
+    if asked[0]:
+        is_copied_twice = not is_transposed and set(strides) != {1}
+        steps += [y + w + x, x + (1 + is_copied_twice) * made[0]]
+    if asked[1]:
+        w = in_blocks(weights, (0,)) if has_few else w
+        steps += [made[0] + y + read + w, made[0] + 2 * w]
+    return max(steps) - sum(made)
