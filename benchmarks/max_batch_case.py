@@ -260,7 +260,8 @@ class Measurement:
         gc.collect()
         spec = self.backend.resized_spec(self.batch, size)
         traced = self.backend.trace(self.model, spec)
-        problem = transfer_costs(self.scaling.at(size), traced.graph)
+        expected = self.backend.estimated_profile(traced, 0).op_workspace_bytes
+        problem = transfer_costs(self.scaling.at(size), traced.graph, expected)
         if not traced.graph.has_ops_of(
             self.scaling.at(size).graph
         ):  # TensorFlow folds an op at some sizes: the order is another

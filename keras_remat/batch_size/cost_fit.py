@@ -28,7 +28,8 @@ to come.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -133,29 +134,30 @@ def _affine(sizes: tuple[int, ...], measured: _Floats) -> tuple[_Floats, _Floats
     return fixed, slope
 
 
-def transfer_costs(problem: Problem, graph: Graph) -> Problem:
+def transfer_costs(problem: Problem, graph: Graph, expected: Sequence[int] = ()) -> Problem:
     """Returns the costs of one trace on another trace of the same step, at any batch size: in
     proportion to the bytes an op reads and writes.
 
     Args:
         problem: the graph and profile to begin with.
         graph: whose ops get costs. Where it has the same ops, each costs the same per byte. Else
-            ops of the same name and kind do. Any other op costs per byte what its kind, or all ops
-            together, cost, and needs no workspace.
+            ops of the same name and kind do, in their order: PyTorch's gradients share a name. Any
+            other op costs per byte what its kind, or all ops together, cost.
+        expected: of each of its ops, the workspace where nothing else is known; none by default.
     """
     profile, old = problem.profile, problem.graph
-    by_name = {(op.name, op.kind): op for op in old.ops}
+    by_name = dict(zip(_names(old), old.ops, strict=True))
     same = old.has_ops_of(graph)
     times, workspaces = [], []
-    for op in graph.ops:
+    for op, name in zip(graph.ops, _names(graph), strict=True):
         moved = _moved_bytes(graph, op)
-        before = old.ops[op.id] if same else by_name.get((op.name, op.kind))
+        before = old.ops[op.id] if same else by_name.get(name)
         if before is None:
             alike = [other for other in old.ops if other.kind == op.kind] or old.ops
             total = sum(_moved_bytes(old, other) for other in alike)
             time_s = sum(profile.op_time_s[other.id] for other in alike)
             times.append(moved * time_s / total if total else 0.0)
-            workspaces.append(0)
+            workspaces.append(expected[op.id] if expected else 0)
         else:
             ratio = moved / held if (held := _moved_bytes(old, before)) else 1.0
             times.append(profile.op_time_s[before.id] * ratio)
@@ -168,6 +170,15 @@ def transfer_costs(problem: Problem, graph: Graph) -> Problem:
         resident_bytes=resident,
     )
     return Problem(graph, profile, name=problem.name)
+
+
+def _names(graph: Graph) -> list[tuple[str, str, int]]:
+    """Returns name and kind of every op, and how many had both before."""
+    seen, names = Counter[tuple[str, str]](), list[tuple[str, str, int]]()
+    for op in graph.ops:
+        names.append((op.name, op.kind, seen[op.name, op.kind]))
+        seen[op.name, op.kind] += 1
+    return names
 
 
 def _moved_bytes(graph: Graph, op: Op) -> int:

@@ -70,7 +70,7 @@ class StepCosts:
             (in_use,) = self._backend.processes.most(in_use)
         profile = self._backend.estimated_profile(traced, in_use)
         for costs in known.costs[:1] if micro_batches == 1 else ():
-            seen = transfer_costs(costs, traced.graph).profile
+            seen = transfer_costs(costs, traced.graph, profile.op_workspace_bytes).profile
             profile = replace(
                 profile, op_time_s=seen.op_time_s, op_workspace_bytes=seen.op_workspace_bytes
             )

@@ -135,3 +135,20 @@ def test_other_ops_cost_what_their_kind_does_per_byte():
     other = replace(ops[0], kind="unheard of")
     carried = transfer_costs(problem, Graph((other, *ops[1:]), values, (3,)))
     assert carried.profile.op_time_s[0] == pytest.approx(8.0 / 500 * 400)
+    carried = transfer_costs(problem, carried.graph, expected=(7, 8, 9))
+    assert carried.profile.op_workspace_bytes == (7, 100, 60), "the others are known"
+
+
+def test_ops_of_one_name_are_told_apart_by_their_order():
+    """So are PyTorch's gradients, of which the other trace has one more of another kind."""
+    problem, larger = chain_problem(4), chain_graph(8)
+    ops = tuple(replace(op, name="backward", kind="same") for op in problem.graph.ops)
+    workspaces = tuple(range(10, 10 + len(ops)))
+    graph = Graph(ops, problem.graph.values, problem.graph.outputs)
+    problem = Problem(graph, replace(problem.profile, op_workspace_bytes=workspaces))
+    last = len(larger.values)
+    more = Op(len(ops), "more", "other", larger.outputs[:1], (last,))
+    value = Value(last, "more", 8, producer=more.id)
+    ops = (*(replace(op, name="backward", kind="same") for op in larger.ops), more)
+    carried = transfer_costs(problem, Graph(ops, (*larger.values, value), larger.outputs))
+    assert carried.profile.op_workspace_bytes == (*(2 * n for n in workspaces), 0)
