@@ -7,7 +7,8 @@ what an allocator may take, whether devices exist already and whether oneDNN is 
 eager tensor under a chosen name, calling a function with a session configuration of its own,
 reading the profiler's raw trace, what Keras's own ``train_step`` does with the losses' trackers,
 which variables and which numbers of collective ops belong together on the devices of a strategy, in
-what packs its replicas exchange gradients, the HLO of a function, and two of XLA's operations.
+what packs its replicas exchange gradients, the HLO of a function and the buffers that XLA gives it,
+and two of XLA's operations.
 When a new version moves one of these, this is the file to mend: one file, though long.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.core.framework import full_type_pb2
 from tensorflow.core.protobuf import (
     config_pb2,
@@ -558,11 +560,39 @@ def serialized_hlo(function: Any) -> bytes:
     Raises:
         tf.errors.OpError: XLA cannot compile it.
     """
+    return _compiler_ir(function, "hlo_serialized")
+
+
+def compiled_bytes(function: Any) -> int | None:
+    """Returns what a call of a compilable function takes on the CPU beside its arguments and the
+    variables that it changes in place, as XLA has assigned its buffers; nothing is run.
+
+    Args:
+        function: a concrete function of ``tf.function(jit_compile=True)``.
+
+    Returns:
+        The bytes; ``None`` where this version of TensorFlow does not tell them.
+
+    Raises:
+        tf.errors.OpError: XLA cannot compile it.
+    """
+    module = hlo_pb2.HloProto.FromString(_compiler_ir(function, "optimized_hlo_proto_serialized"))
+    if not module.HasField("buffer_assignment"):
+        return None
+    taken: int = sum(
+        one.size
+        for one in module.buffer_assignment.buffer_allocations
+        if not (one.is_entry_computation_parameter or one.is_constant or one.is_thread_local)
+    )
+    return taken
+
+
+def _compiler_ir(function: Any, stage: str) -> bytes:
     given = tf.nest.flatten(function.structured_input_signature)
     specs = [spec for spec in given if isinstance(spec, tf.TensorSpec)]
     generate = compiler_ir.from_concrete_function(function, specs)
-    module: bytes = generate(stage="hlo_serialized", platform_name="CPU")
-    return module
+    told: bytes = generate(stage=stage, platform_name="CPU")
+    return told
 
 
 def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:

@@ -78,6 +78,8 @@ class CompiledMemory:
         rewrites: whether a schedule that takes more than its budget leaves is written in another
             way.
         compiled_time_s: tells how long something takes that was compiled.
+        chunk_bytes: tells what the device's allocator hands out now for what a compiled step asks
+            for, where that is one request.
     """
 
     order_matters = restores_after_plain = False
@@ -90,9 +92,10 @@ class CompiledMemory:
         on_gpu: bool = False,
         rewrites: bool = False,
         compiled_time_s: CompiledTime = lambda problem, schedule: None,
+        chunk_bytes: Callable[[int], int] = lambda nbytes: nbytes,
     ):
         self._compile_bytes, self.rewrites = compile_bytes, rewrites
-        self._compiled_time_s = compiled_time_s
+        self._compiled_time_s, self._chunk_bytes = compiled_time_s, chunk_bytes
         self._first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
         self._simulated = packed_bytes if on_gpu else _alive_bytes
         self._known: dict[_Key, _Known] = {}
@@ -110,7 +113,7 @@ class CompiledMemory:
         is_asked = plain and not self._is_ruled_out(problem)
         added = self._added_bytes(problem, None) if is_asked else None
         if added is None and (known := self._known.get(_key(problem, schedule))) is not None:
-            added = known.added_bytes
+            added = self._handed_out(known)
         if added is None:
             simulated, most = self._simulated(problem, schedule), self._most(problem)
             added = self._calibration(plain=plain).predict(simulated, most)
@@ -141,7 +144,7 @@ class CompiledMemory:
     def _added_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         known = self._known.get(_key(problem, schedule))
         if known is not None and known.serves(problem):
-            return known.added_bytes
+            return self._handed_out(known)
         surplus, room = (0 if known is None else known.surplus_bytes), problem.room_bytes
         if problem.budget_bytes is not None and surplus:
             problem = problem.with_budget(max(1, problem.budget_bytes - surplus))
@@ -150,8 +153,13 @@ class CompiledMemory:
             return None if known is None else known.added_bytes
         fits = room is None or told + surplus <= room
         is_least = not (self.rewrites and schedule is not None and fits)
-        self._learn(problem, schedule, _Known(told, surplus, is_least))
-        return told + surplus
+        known = _Known(told, surplus, is_least)
+        self._learn(problem, schedule, known)
+        return self._handed_out(known)
+
+    def _handed_out(self, known: _Known) -> int:
+        """Returns what a schedule takes, with the chunk that it would get now."""
+        return max(known.added_bytes, self._chunk_bytes(known.compiled_bytes))
 
     def _is_ruled_out(self, problem: Problem) -> bool:
         room, most = problem.room_bytes, self._most(problem)

@@ -52,6 +52,16 @@ def test_where_compiling_tells_every_schedule_is_compiled_once():
     assert asked == [None, TIGHT]
 
 
+def test_what_is_compiled_gets_a_chunk_of_the_pool():
+    memory = CompiledMemory(lambda problem, schedule: 500, chunk_bytes=lambda nbytes: nbytes + 200)
+    assert memory.compiled_peak_bytes(PROBLEM, TIGHT) == RESIDENT + 700
+    assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + 700
+    memory.observe(PROBLEM, TIGHT, RESIDENT + 700)
+    assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + 700  # it is not counted twice
+    memory.observe(PROBLEM, TIGHT, RESIDENT + 800)
+    assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + 800
+
+
 def test_a_plain_step_far_over_the_budget_by_another_size_of_it_is_not_compiled():
     asked, larger = [], chain_problem(8)
     most = simulate(larger, STORE_ALL).peak_bytes - larger.profile.resident_bytes

@@ -3,8 +3,10 @@ compiled step.
 
 The same verbs as :class:`~keras_remat.backends.tensorflow.ordered.backend.TensorFlowBackend`, whose
 device and train function these are. What is different: single ops cannot be timed, so op times stay
-estimates; and what a schedule takes is XLA's business, known once it ran, from which later
-predictions learn (:mod:`keras_remat.backends.xla.compiled_memory`).
+estimates; and what a schedule takes is XLA's business. On a CPU it is compiled before it runs,
+which tells its one buffer, and the allocator is asked what chunk that would get. On a GPU it is
+known once it ran, from which later predictions learn
+(:mod:`keras_remat.backends.xla.compiled_memory`).
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.tensorflow.compiled.sliced import StepSlicer
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.xla.card_compiler import CardCompiler
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
@@ -65,6 +69,7 @@ class CompiledBackend(TensorFlowBackend):
         self._traced_here: dict[str, tracing.CompiledStep] = {}  # by fingerprint
         self._plain_bytes: dict[str, int] = {}  # of Keras's own step, by fingerprint
         self._newest_trace: tracing.CompiledStep | None = None
+        self._newest_lowered: LoweredStep | None = None
         self._step_times = StepTimes(profiling.estimated_profile)
 
     @cached_property
@@ -73,19 +78,50 @@ class CompiledBackend(TensorFlowBackend):
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Learns from runs, which alone tell what XLA needs on the live device; for a card that is
-        not there it asks the compiler."""
-        return CompiledMemory(self._compile_bytes, on_gpu=self._card is not None)
+        """Asks the compiler, on a CPU and for a card that is not there; of a GPU that is there it
+        learns from runs."""
+        if self._card is not None:
+            return CompiledMemory(self._compile_bytes, on_gpu=True)
+        if on_gpu():
+            return CompiledMemory(self._compile_bytes)
+        return CompiledMemory(self._compile_bytes, chunk_bytes=self.device.chunk_bytes)
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         """Returns what a step adds to the resident bytes; ``None`` where only a run tells."""
         traced = self._traced_here.get(problem.graph.fingerprint)
-        if self._card is None or self._compiler is None or traced is None:
+        if traced is None:
             return None
+        if self._card is None or self._compiler is None:
+            return self._live_bytes(traced, problem, schedule)
         if schedule is None and traced.graph.fingerprint in self._plain_bytes:
             return self._plain_bytes[traced.graph.fingerprint]
         function = traced.function if schedule is None else LoweredStep(traced, schedule).function
         return self._compiler.compiled(private.serialized_hlo(function), self._card).added_bytes
+
+    def _live_bytes(
+        self, traced: tracing.CompiledStep, problem: Problem, schedule: Schedule | None
+    ) -> int | None:
+        """Returns what XLA:CPU says that a step takes; ``None`` where it is not asked. On a GPU it
+        would try kernels; without a budget nothing hangs on it, nor of Keras's own step where all
+        that it makes fits, or what is alive at once does not."""
+        budget = problem.budget_bytes
+        if traced.target.on_gpu or budget is None:
+            return None
+        if schedule is not None:
+            return private.compiled_bytes(self._lowered(traced, schedule).function)
+        most = problem.profile.resident_bytes + traced.made_bytes
+        least = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+        if traced.function is None or not least <= budget < most:
+            return None
+        return private.compiled_bytes(traced.function)
+
+    def _lowered(self, traced: tracing.CompiledStep, schedule: Schedule) -> LoweredStep:
+        """Returns the step that runs a schedule; the newest is remembered, which is the one that
+        is going to run."""
+        newest = self._newest_lowered
+        if newest is None or newest.traced is not traced or newest.schedule != schedule:
+            newest = self._newest_lowered = LoweredStep(traced, schedule, self._step_times)
+        return newest
 
     def written_plain(self, problem: Problem) -> Callable[[], None]:
         """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
@@ -154,7 +190,7 @@ class CompiledBackend(TensorFlowBackend):
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         try:
-            return LoweredStep(traced, schedule, self._step_times)
+            return self._lowered(traced, schedule)
         except (KeyError, ValueError) as error:
             raise UnsupportedModelError(
                 f"The schedule cannot be written for XLA: {type(error).__name__}: {error}"

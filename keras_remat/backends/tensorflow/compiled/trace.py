@@ -8,10 +8,12 @@ differently for XLA), made stateless (:mod:`.flatten`), cut into clusters and or
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.tensorflow.compiled.flatten import Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
@@ -20,6 +22,7 @@ from keras_remat.backends.tensorflow.graph.step import TouchedVariables
 from keras_remat.backends.tensorflow.graph.trace import data_spec, touched_variables
 from keras_remat.backends.tensorflow.profiler.device import live_target
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
+from keras_remat.core.problem import Problem
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
@@ -33,7 +36,9 @@ class CompiledStep(FusedStep):
         output_structure: what ``train_step`` returned, with symbolic tensors.
         variables: what it touches.
         target: where it will run.
-        function: Keras's own step, for a card that is not there; ``None`` on the live device.
+        function: Keras's own step, where a compiler tells what it takes; ``None`` on a GPU that is
+            there, and where Keras does not compile it.
+        plain_is_compiled: whether Keras compiles its own step.
     """
 
     stateless: Stateless
@@ -41,6 +46,19 @@ class CompiledStep(FusedStep):
     variables: TouchedVariables
     target: Target
     function: Any = None
+    plain_is_compiled: bool = True
+
+    @cached_property
+    def made_bytes(self) -> int:
+        """Returns the bytes of all that the step's operations make."""
+        return sum(self.program.sizes[self.program.n_given :])
+
+    def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
+        """Returns what Keras's own step is predicted to need. Of one that is not compiled nothing
+        here tells which values are alive at once: all that it makes are more than that."""
+        if self.plain_is_compiled:
+            return super().plain_peak_bytes(problem, memory)
+        return problem.profile.resident_bytes + self.made_bytes
 
 
 def trace(
@@ -82,6 +100,7 @@ def trace(
         raise UnsupportedModelError(
             f"The shape of what {', '.join(unknown)} computes is not known, as XLA needs it."
         )
+    is_compiled = bool(model.jit_compile) or not target.is_live
     state = list(stateless.written.items())
     graph, numbers, handles = fused_graph(
         program,
@@ -99,6 +118,7 @@ def trace(
         output_structure=concrete.structured_outputs,
         variables=touched_variables(concrete.graph),
         target=target,
-        function=None if target.is_live else concrete,
+        function=concrete if is_compiled and not (target.is_live and target.on_gpu) else None,
+        plain_is_compiled=is_compiled,
         differences=tuple(differences),
     )

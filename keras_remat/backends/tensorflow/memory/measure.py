@@ -116,6 +116,16 @@ class TensorFlowDevice:
         """Returns the most bytes in use since :func:`measure` began; 0 without statistics."""
         return self._most("peak")
 
+    def chunk_bytes(self, nbytes: int) -> int:
+        """Returns what the allocator hands out for a request now: a free chunk goes as a whole,
+        unless it is twice as large. It is asked for that much, and nothing is written there."""
+        if not self.has_statistics or nbytes > self.total_bytes() - self.in_use_bytes():
+            return nbytes
+        try:
+            return _counted_bytes(nbytes) or nbytes
+        except tf.errors.ResourceExhaustedError:  # what is free is in pieces
+            return nbytes
+
     def begin_watch(self) -> None:
         """Resets the allocator's peak."""
         for name in self.allocators:
@@ -268,7 +278,13 @@ def _is_async() -> bool:
 
 
 def _is_counted(nbytes: int) -> bool:
-    """Returns whether the statistics show a tensor of so many bytes while it is held.
+    """Returns whether the statistics show a tensor of so many bytes while it is held."""
+    return _counted_bytes(nbytes) > 0
+
+
+def _counted_bytes(nbytes: int) -> int:
+    """Returns what the statistics show for a tensor of so many bytes while it is held; 0 where it
+    does not count.
 
     A chunk is less than twice what was asked for. What is far off is the input pipeline's, which
     goes on in threads of its own: it is asked again.
@@ -280,8 +296,8 @@ def _is_counted(nbytes: int) -> bool:
         counted = bytes_in_use() - before
         del held
         if nbytes <= counted < 2 * max(nbytes, GRANULE_BYTES):
-            return True
-    return False
+            return counted
+    return 0
 
 
 def _bfc_is_asked_for() -> bool:

@@ -11,14 +11,18 @@ from keras import layers
 from random_schedules import forget
 
 from keras_remat.backends import keras_private
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.compiled import lower as lowering
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.tensorflow.compiled.profile import estimated_profile
 from keras_remat.backends.tensorflow.compiled.trace import trace
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.trace import data_spec
+from keras_remat.backends.tensorflow.memory import measure
 from keras_remat.backends.tensorflow.profiler.events import allocation_events
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder
+from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -26,6 +30,7 @@ from keras_remat.core.target import live
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.solvers import solve
+from keras_remat.units import KIB, MIB
 
 
 def ready(made):
@@ -267,7 +272,53 @@ def test_half_the_memory_of_the_plain_compiled_step(name):
     model, data = ready(MEMORY[name]())
     plain = temporary_bytes(compiled_plain(model), data)
     traced = trace(model, data)
-    assert temporary_bytes(LoweredStep(traced, planned(traced, 0.45)), data) <= share * plain
+    step = LoweredStep(traced, planned(traced, 0.45))
+    taken = temporary_bytes(step, data)
+    assert taken <= share * plain
+    assert_told(private.compiled_bytes(step.function), taken)
+    assert_told(private.compiled_bytes(traced.function), plain)
+
+
+def assert_told(told, taken):
+    """What XLA tells of a step are all its buffers: the large one, the step's scalars and what
+    they are returned in."""
+    assert taken <= told <= taken + 16 * KIB
+
+
+def test_a_plain_step_that_keras_does_not_compile_is_bounded_by_all_that_it_makes():
+    model, data = ready(MEMORY["mlp"]())
+    compiled = trace(model, data)
+    model.jit_compile = False
+    traced, memory = trace(model, data), CompiledMemory(lambda problem, schedule: None)
+    problem = problem_of(traced)
+    told = traced.plain_peak_bytes(problem, memory)
+    assert told > compiled.plain_peak_bytes(problem, memory)
+    step = tf.function(model.train_step, autograph=False)
+    step(data)
+    before = measure.bytes_in_use()
+    _, usage = measure.measure(lambda: step(data))
+    assert usage.peak_bytes - before <= told - problem.profile.resident_bytes
+
+
+def test_the_compiler_is_asked_of_the_plain_step_where_its_answer_decides(monkeypatch):
+    """Not where what is alive at once does not fit, nor where all that it makes does."""
+    asked = []
+
+    def told(function):
+        asked.append(function)
+        return 5 * MIB
+
+    monkeypatch.setattr(private, "compiled_bytes", told)
+    model, data = ready(MEMORY["mlp"]())
+    traced = (backend := CompiledBackend()).trace(model, data)
+    problem, store_all = problem_of(traced), Schedule.store_all(traced.graph)
+    alive, resident = simulate(problem, store_all).peak_bytes, problem.profile.resident_bytes
+    for budget in (alive - 1, resident + traced.made_bytes):
+        backend.memory.peak_bytes(problem.with_budget(budget), store_all)
+    assert not asked
+    peak = backend.memory.peak_bytes(problem.with_budget(alive), store_all)
+    assert asked == [traced.function]
+    assert resident + 5 * MIB <= peak < resident + 10 * MIB  # in a chunk
 
 
 @pytest.mark.slow

@@ -52,6 +52,23 @@ def test_bytes_in_use_count_a_held_tensor():
     assert measure.bytes_in_use() - before < 8 * MIB
 
 
+@pytest.mark.parametrize("mib", [1, 3, 5, 7])
+def test_the_chunk_of_a_request_is_known_before_it_is_made(mib):
+    device = measure.TensorFlowDevice()
+    before = measure.bytes_in_use()
+    told = device.chunk_bytes(mib * MIB)
+    assert measure.bytes_in_use() == before
+    held = tf.raw_ops.Empty(shape=[mib * MIB], dtype=tf.uint8)
+    assert measure.bytes_in_use() - before == told
+    assert mib * MIB <= told < 2 * mib * MIB
+    del held
+
+
+def test_nothing_is_asked_for_that_the_device_does_not_have():
+    device = measure.TensorFlowDevice()
+    assert device.chunk_bytes(device.total_bytes()) == device.total_bytes()
+
+
 def test_memory_is_at_most_the_machines():
     assert measure.TensorFlowDevice().total_bytes() > GIB // 4
     if not on_gpu():
