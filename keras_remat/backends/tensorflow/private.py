@@ -558,7 +558,7 @@ def serialized_hlo(function: Any) -> bytes:
         function: a concrete function of ``tf.function(jit_compile=True)``.
 
     Raises:
-        tf.errors.OpError: XLA cannot compile it.
+        ValueError: XLA cannot compile it.
     """
     return _compiler_ir(function, "hlo_serialized")
 
@@ -574,7 +574,7 @@ def compiled_bytes(function: Any) -> int | None:
         The bytes; ``None`` where this version of TensorFlow does not tell them.
 
     Raises:
-        tf.errors.OpError: XLA cannot compile it.
+        ValueError: XLA cannot compile it.
     """
     module = hlo_pb2.HloProto.FromString(_compiler_ir(function, "optimized_hlo_proto_serialized"))
     if not module.HasField("buffer_assignment"):

@@ -108,19 +108,25 @@ class CompiledBackend(TensorFlowBackend):
         if traced.target.on_gpu or budget is None:
             return None
         if schedule is not None:
-            return private.compiled_bytes(self._lowered(traced, schedule).function)
+            return _compiled_bytes(self._lowered(traced, schedule).function)
         most = problem.profile.resident_bytes + traced.made_bytes
-        least = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
-        if traced.function is None or not least <= budget < most:
+        if traced.function is None or budget >= most:
             return None
-        return private.compiled_bytes(traced.function)
+        least = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+        return _compiled_bytes(traced.function) if least <= budget else None
 
     def _lowered(self, traced: tracing.CompiledStep, schedule: Schedule) -> LoweredStep:
         """Returns the step that runs a schedule; the newest is remembered, which is the one that
         is going to run."""
         newest = self._newest_lowered
         if newest is None or newest.traced is not traced or newest.schedule != schedule:
-            newest = self._newest_lowered = LoweredStep(traced, schedule, self._step_times)
+            try:
+                newest = LoweredStep(traced, schedule, self._step_times)
+            except (KeyError, ValueError) as error:
+                raise UnsupportedModelError(
+                    f"The schedule cannot be written for XLA: {type(error).__name__}: {error}"
+                ) from error
+            self._newest_lowered = newest
         return newest
 
     def written_plain(self, problem: Problem) -> Callable[[], None]:
@@ -189,9 +195,13 @@ class CompiledBackend(TensorFlowBackend):
         return self._step_times
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        try:
-            return self._lowered(traced, schedule)
-        except (KeyError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"The schedule cannot be written for XLA: {type(error).__name__}: {error}"
-            ) from error
+        return self._lowered(traced, schedule)
+
+
+def _compiled_bytes(function: Any) -> int | None:
+    try:
+        return private.compiled_bytes(function)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"XLA cannot compile the step: {str(error).splitlines()[0]}"
+        ) from error
