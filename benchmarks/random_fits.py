@@ -1,12 +1,13 @@
 """Random fits of Keras's features, each trained plainly and with ``RematAutotune``.
 
-    python benchmarks/random_fits.py [--backends tensorflow,jax] [--first 0] [--fits 300]
+    python benchmarks/random_fits.py [--backends tensorflow,jax,torch] [--first 0] [--fits 300]
                                      [--json FILE.jsonl] [--output FILE.md] [--check]
 
 A seed draws a tiny model, its data, its optimizer, its callbacks and the callback's options
-(``tests/random_fits.py``). Seeds take turns on the backends; those of one backend train in one
-process. A line says of every fit whether it is ``equal`` to the plain one, has the ``same samples``
-in the same order where batches were enlarged, is ``refused`` with a reason, or is ``DIFFERENT``.
+(``tests/random_fits.py``). Seeds take turns on the backends, TensorFlow and JAX unless others are
+asked for; those of one backend train in one process. A line says of every fit whether it is
+``equal`` to the plain one, has the ``same samples`` in the same order where batches were enlarged,
+is ``refused`` with a reason, or is ``DIFFERENT``.
 ``plain fails`` where Keras's own fit ends with an error. A row is in the JSON file as soon as it is
 done, and is not trained again; what was different is.
 ``--check`` exits with 1 where a fit is different.
@@ -38,7 +39,7 @@ from rows import (
     printed_by,
 )
 
-BACKENDS = ("tensorflow", "jax")
+BACKENDS = ("tensorflow", "jax", "torch")
 DIFFERENT = "DIFFERENT"
 #: Variables of a child's environment. Unoptimized code compiles faster.
 _VARIABLES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
@@ -108,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the lines; returns 1 where ``--check`` finds a fit that is different."""
     parser = command_line(__doc__)
     add_names(parser, "--backends", BACKENDS)
+    parser.set_defaults(backends=BACKENDS[:2])
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--fits", type=int, default=300, help="how many seeds (default 300)")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl")
@@ -119,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         _child([int(seed) for seed in given.child.split(",")])
         return 0
     asked = range(given.first, given.first + given.fits)
-    backend_of = {seed: BACKENDS[seed % len(BACKENDS)] for seed in asked}
+    backend_of = {seed: given.backends[seed % len(given.backends)] for seed in asked}
     rows = {
         row["seed"]: row
         for row in kept(given.json)
