@@ -161,9 +161,11 @@ def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:
     return uneven or is_emulated(dtype, target)
 
 
-def padded_operand(equation: Equation, avals: Sequence[Any]) -> int | None:
+def padded_operand(
+    equation: Equation, avals: Sequence[Any]
+) -> tuple[int, Mapping[str, Any]] | None:
     """Returns which operand a convolution on a GPU reads a copy of because it is padded at one side
-    more, if any; the input gradient of a strided convolution reads none."""
+    more, and with what parameters; the input gradient of a strided convolution reads none."""
     if equation.kind not in (CONVOLUTION, KERNEL_GRADIENT):
         return None
     at, params = 0, equation.source.params
@@ -172,7 +174,7 @@ def padded_operand(equation: Equation, avals: Sequence[Any]) -> int | None:
         at, params = 1, turned(params, image, gradient)
     strided = max(params["lhs_dilation"], default=1) > 1
     uneven = any(before != after for before, after in params["padding"])
-    return at if uneven and not strided else None
+    return (at, params) if uneven and not strided else None
 
 
 def read_padded(program: Any, target: Target) -> frozenset[int]:
@@ -187,10 +189,10 @@ def read_padded(program: Any, target: Target) -> frozenset[int]:
     padded: set[int] = set()
     others: set[int] = set()
     for equation in program.equations:
-        operand = padded_operand(equation, program.avals)
+        padded_at, _ = padded_operand(equation, program.avals) or (None, {})
         for at, number in enumerate(equation.inputs):
             if isinstance(number, int) and equation.kind not in KINDS.reductions:
-                (padded if at == operand else others).add(number)
+                (padded if at == padded_at else others).add(number)
     return frozenset(
         number
         for number in padded - others

@@ -11,7 +11,7 @@ both cases, because op times decide about a plan by their ratios.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_remat.backends.jax import private
@@ -26,10 +26,8 @@ from keras_remat.backends.jax.kinds import (
     copied_operands,
     in_pieces,
     is_emulated,
-    is_of_transposed,
     kinds_of,
-    reads_a_copy,
-    turned,
+    padded_operand,
 )
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
@@ -166,22 +164,17 @@ def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
     program, reads = traced.program, equation.reads
     if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
         params, image = equation.source.params, program.avals[reads[0]]
-        strided = max(params["lhs_dilation"], default=1) > 1
-        grouped = params["feature_group_count"] > 1
         kernel = equation.outputs[0] if equation.kind == KERNEL_GRADIENT else reads[-1]
         copied = int(program.sizes[kernel])
         if is_emulated(image.dtype, traced.target):
             # a result is converted when the rest is no longer needed
             return copied + sum(EMULATED * program.sizes[number] for number in reads)
-        if equation.kind == KERNEL_GRADIENT and is_of_transposed(params):
-            gradient = program.avals[reads[1]]
-            other = turned(params, image.shape, gradient.shape)
-            uneven = reads_a_copy(other, gradient.dtype, traced.target)
-            return copied + (_padded_bytes(other, gradient) if uneven else 0)
-        if strided:  # the input gradient of a convolution is no padded image unless it is grouped
-            return copied + (_padded_bytes(params, image) if grouped else 0)
-        uneven = reads_a_copy(params, image.dtype, traced.target)
-        return copied + (_padded_bytes(params, image) if uneven else 0)
+        if (padded := padded_operand(equation, program.avals)) is not None:
+            at, params = padded
+            return copied + _padded_bytes(params, program.avals[reads[at]])
+        # the input gradient of a strided convolution is a padded image where it is grouped
+        in_memory = max(params["lhs_dilation"], default=1) > 1 < params["feature_group_count"]
+        return copied + (_padded_bytes(params, image) if in_memory else 0)
     if equation.kind == PRODUCT:
         of_library = PRODUCT in kinds_of(traced.target).in_tuples
         copies = copied_operands(equation, traced.target)
@@ -194,7 +187,7 @@ def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
     return 0
 
 
-def _padded_bytes(params: dict[str, Any], image: Any) -> int:
+def _padded_bytes(params: Mapping[str, Any], image: Any) -> int:
     """Returns bytes of the image of a convolution, dilated and padded."""
     spatial = params["dimension_numbers"].lhs_spec[2:]
     shape = list(image.shape)
