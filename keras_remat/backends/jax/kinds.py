@@ -108,6 +108,25 @@ def is_channels_first(dtype: Any, target: Target) -> bool:
     return target.before_ampere and str(dtype) != "float16"
 
 
+def holds_images_first(program: Any, target: Target) -> bool:
+    """Returns whether images that are held lie channels first, as convolutions read them there:
+    where no product reads or makes any.
+
+    A product's rows have channels last, and XLA lays all that is between products and convolutions
+    in one way: held channels first, a plan of ConvNeXtTiny for a T4 turned each image around each
+    product, and moved more than twice the bytes.
+    """
+
+    def is_image(number: int) -> bool:
+        aval = program.avals[number]
+        return len(aval.shape) == IMAGE_RANK and is_channels_first(aval.dtype, target)
+
+    products = (e for e in program.equations if e.kind == PRODUCT)
+    return target.before_ampere and not any(
+        is_image(number) for e in products for number in (*e.reads, *e.outputs)
+    )
+
+
 def is_of_transposed(params: Mapping[str, Any]) -> bool:
     """Returns whether the gradient of a kernel is that of a transposed convolution's, whose image
     is dilated and whose gradient is not; one of groups is not told apart."""

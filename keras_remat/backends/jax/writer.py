@@ -23,6 +23,7 @@ from keras_remat.backends.jax.kinds import (
     POOLING_PIECES,
     SCAN,
     copied_operands,
+    holds_images_first,
     in_pieces,
     is_channels_first,
     is_emulated,
@@ -133,6 +134,7 @@ class GpuWriter(JaxWriter):
     def __init__(self, program: FlatProgram, target: Target):
         super().__init__(program, uses_branches=False)
         self._target = target
+        self._holds_images_first = holds_images_first(program, target)
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
@@ -164,9 +166,13 @@ class GpuWriter(JaxWriter):
         return value.ndim != IMAGE_RANK or not is_channels_first(value.dtype, self._target)
 
     def hold(self, value: Any) -> Any:
-        if value.ndim == IMAGE_RANK and is_channels_first(value.dtype, self._target):
+        if self._lies_first(value):
             value = layout.with_layout_constraint(value, layout.Layout(CHANNELS_FIRST))
         return super().hold(value)
+
+    def _lies_first(self, value: Any) -> bool:
+        is_first = self._holds_images_first and is_channels_first(value.dtype, self._target)
+        return is_first and value.ndim == IMAGE_RANK
 
     def _is_given(self, atom: Any) -> bool:
         return isinstance(atom, int) and atom < self._program.n_inputs
@@ -176,7 +182,7 @@ class GpuWriter(JaxWriter):
         return _row_major(guarded) if value.ndim == IMAGE_RANK else guarded
 
     def guard_made(self, value: Any, condition: Any) -> Any:
-        if value.ndim == IMAGE_RANK and is_channels_first(value.dtype, self._target):
+        if self._lies_first(value):
             return self.guard(value, condition)  # held, it would be laid otherwise first
         return super().guard_made(value, condition)
 

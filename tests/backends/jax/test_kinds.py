@@ -68,9 +68,21 @@ def test_where_images_lie_channels_first():
     assert not is_channels_first("float16", t4)
     assert not is_channels_first("float32", h100)
     assert not is_channels_first("float32", live("cpu", "a CPU"))
-    image = jax.ShapeDtypeStruct((2, 4, 4, 3), "float32")
-    for target, laid in ((t4, True), (h100, False)):
-        held = jax.make_jaxpr(GpuWriter(None, target).hold)(image)
+
+    def convolved(image):
+        return jax.lax.conv(image, jnp.ones((4, 3, 3, 3)), (1, 1), "SAME")
+
+    def multiplied(image):
+        return convolved(image) @ jnp.ones((4, 8))
+
+    image = jax.ShapeDtypeStruct((2, 3, 4, 4), "float32")
+    for step, target, laid in (
+        (convolved, t4, True),
+        (multiplied, t4, False),
+        (convolved, h100, False),
+    ):
+        program = flatten(jax.make_jaxpr(step)(image))
+        held = jax.make_jaxpr(GpuWriter(program, target).hold)(image)
         assert ("layout_constraint" in str(held)) is laid
 
 
