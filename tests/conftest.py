@@ -14,8 +14,9 @@ import keras_remat
 from keras_remat.backends.versions import check_card_compiler
 from keras_remat.errors import RematError
 
-#: It waits minutes for a process of its own.
-LONGEST = "test_jax.py"
+#: Files of few tests that take long, the longest first: it waits minutes for a process of its own,
+#: and XLA compiles the others' steps, or they start processes.
+LONGEST = ("test_jax.py", "test_sliced.py", "test_compiled.py", "test_compiled_fit.py")
 
 
 #: They need Keras on TensorFlow.
@@ -47,10 +48,15 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(items):
-    """The file that takes longest first, then those with the most tests, so that workers that get
+    """The files that take longest first, then those with the most tests, so that workers that get
     whole files end at about the same time."""
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name != LONGEST, -tests[item.path], str(item.path)))
+    ranks = {name: at for at, name in enumerate(LONGEST)}
+
+    def place(item):
+        return ranks.get(item.path.name, len(ranks)), -tests[item.path], str(item.path)
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish(session):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import keras_remat
-from keras_remat.backends.versions import OLDEST, OLDEST_FOR_REPLICAS
+from keras_remat.backends.versions import NEWEST, OLDEST, OLDEST_FOR_REPLICAS
 
 ROOT = Path(keras_remat.__file__).parent.parent
 pytestmark = pytest.mark.skipif(
@@ -71,6 +71,11 @@ def test_what_is_required_is_the_oldest_that_works(setup):
     assert f"({OLDEST_FOR_REPLICAS['keras']} for several devices)" in readme
     assert f"JAX {jax['jax']} with Keras {jax['keras']}" in readme
     assert f"PyTorch {OLDEST['torch']['torch']} with Keras {OLDEST['torch']['keras']}" in readme
+    newest = {name: version for versions in NEWEST.values() for name, version in versions.items()}
+    assert (
+        "TensorFlow {tensorflow}, JAX {jax}, PyTorch {torch} and Keras {keras};".format(**newest)
+        in readme
+    )
 
 
 def test_every_extra_that_an_error_names_exists(setup):

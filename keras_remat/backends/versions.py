@@ -1,8 +1,9 @@
-"""The oldest versions that each backend runs on, and the sentence for older ones.
+"""The oldest and the newest versions that each backend was tested with, and the sentence for older
+ones.
 
 What is missing in older ones is not always missing at once: on JAX some names are first used in
-mid-``fit``. So versions are compared, before a backend is imported. ``.ci/versions`` installs those
-of :data:`OLDEST` and runs the backends' tests on them.
+mid-``fit``. So versions are compared, before a backend is imported. ``.ci/versions.py`` installs
+those of :data:`OLDEST`, or the newest that there are, and runs the backends' tests on them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ OLDEST = {
     "jax": {"jax": "0.10.0", "keras": "3.12"},
     "torch": {"torch": "2.11", "keras": "3.12"},
 }
-#: As above, where a model trains on several devices: Keras's metrics under a strategy.
+#: Framework → module → its newest release that the tests were run on. Newer ones are not refused.
+NEWEST = {
+    "tensorflow": {"tensorflow": "2.21", "keras": "3.15"},
+    "jax": {"jax": "0.12.0", "keras": "3.15"},
+    "torch": {"torch": "2.13", "keras": "3.15"},
+}
+#: As :data:`OLDEST`, where a model trains on several devices: Keras's metrics under a strategy.
 OLDEST_FOR_REPLICAS = {"keras": "3.10"}
 #: What compiles for a card that is not there; the first two are of JAX's own version.
 PLUGIN, COMPILER, ASSEMBLER = "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"

@@ -39,22 +39,20 @@ FAILURES = [
         for moves in combinations(FALLIBLE - {Move.PROFILE}, n)
     ),
 ]
-VALUES = {"recorded": Recorded, "failed": FAILURES}
-
-
+#: By phase its rows.
+ROWS = {phase: [row for row in TABLE if row.before in (None, phase)] for phase in Phase}
 #: By phase the names of the facts that its rows ask for: the others change nothing.
-ASKED = {
-    phase: {name for row in TABLE if row.before in (None, phase) for name in row.facts}
-    for phase in Phase
-}
+ASKED = {phase: {name for row in rows for name in row.facts} for phase, rows in ROWS.items()}
 
 
 def all_facts():
-    """Every combination of what is asked for in a phase."""
-    for phase in Phase:
-        asked = ASKED[phase] | {"recorded", "failed"}
+    """Every combination of what is asked for in a phase, and of its moves that failed."""
+    for phase, rows in ROWS.items():
+        moves = {row.move for row in rows}
+        of_facts = {"recorded": Recorded, "failed": {failed & moves for failed in FAILURES}}
+        asked = ASKED[phase] | of_facts.keys()
         names = [field.name for field in fields(Facts) if field.name in asked]
-        for values in product(*(VALUES.get(name, (False, True)) for name in names)):
+        for values in product(*(of_facts.get(name, (False, True)) for name in names)):
             yield Facts(phase=phase, **dict(zip(names, values, strict=True)))
 
 

@@ -1,7 +1,7 @@
 """The only module that touches what JAX and Keras do not promise to keep.
 
-Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of
-an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
+Tested with the versions of :mod:`keras_remat.backends.versions`. From JAX: the fields of an
+equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
 from Keras: ``_purge_model_variables``, ``_update_metrics_variables``, ``_jax_state``, and the four
 lists of variables the JAX trainer carries as state, in its order, and whether its JAX backend knows
 cuDNN's LSTM. Of ``jax.distributed`` the client of its key-value store; of ``jax.lax`` the gradient
@@ -37,8 +37,6 @@ try:
     from jax._src.random import threefry2x32
 except ImportError:  # JAX 0.10.0 has it elsewhere
     from jax._src import prng as threefry2x32
-
-TESTED = {"jax": "0.10.2", "keras": "3.15.1"}
 
 Literal = core.Literal
 State = tuple[list[Any], ...]

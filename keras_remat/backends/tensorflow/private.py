@@ -1,4 +1,5 @@
-"""The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
+"""The only module that touches TensorFlow's private API. Tested with the versions of
+:mod:`keras_remat.backends.versions`.
 
 No public way leads to these: running Grappler on a graph by hand, a variable's shape from its
 handle and an object for it, the graph or the operations of a function's definition, what XLA says

@@ -1,10 +1,10 @@
 """The only module that touches what PyTorch and Keras do not promise to keep.
 
-Everything here was read in, and is tested with, the versions in ``TESTED``. From PyTorch: fake
-tensors, the stack of dispatch modes, the node of autograd that runs, the profiler's memory events;
-from Keras: the functions in which its PyTorch backend leaves tensors (generators of random numbers,
-branches, Nadam's products), and the value of a variable. When a new version moves one of these,
-this is the file to mend: one file, though long.
+Tested with the versions of :mod:`keras_remat.backends.versions`. From PyTorch: fake tensors, the
+stack of dispatch modes, the node of autograd that runs, the profiler's memory events; from Keras:
+the functions in which its PyTorch backend leaves tensors (generators of random numbers, branches,
+Nadam's products), and the value of a variable. When a new version moves one of these, this is the
+file to mend: one file, though long.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from keras_remat.errors import UnsupportedModelError
-
-TESTED = {"torch": "2.13.0", "keras": "3.15.1"}
 
 #: What a step that asks for a tensor's value, or a shape that follows from one, raises when it is
 #: recorded.

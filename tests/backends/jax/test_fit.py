@@ -392,6 +392,6 @@ def test_the_largest_batch_is_larger_with_recomputation():
     batch = tuple(part[:BATCH] for part in data)
     limit = tight_limit(model, data, 1.5)
     search = keras_remat.find_max_batch_size(
-        model, batch, limit, profile="estimated", time_limit_s=15.0
+        model, batch, limit, profile="estimated", time_limit_s=2.0
     )
     assert BATCH < search.plain_batch_size < search.max_batch_size
