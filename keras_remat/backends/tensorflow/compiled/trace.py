@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.micro_batches import watched_micro_batches
-from keras_remat.backends.tensorflow.compiled.flatten import Stateless, flatten
+from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.step import TouchedVariables
@@ -88,18 +88,7 @@ def trace(
         concrete = traced.get_concrete_function(structure)
     stateless = flatten(concrete.graph)
     program = stateless.program
-    unknown = sorted(
-        {
-            e.kind
-            for e in program.equations
-            for o in e.outputs
-            if program.shapes[o] is None and program.dtypes[o] != tf.variant
-        }
-    )
-    if unknown:
-        raise UnsupportedModelError(
-            f"The shape of what {', '.join(unknown)} computes is not known, as XLA needs it."
-        )
+    _check_shapes(program)
     is_compiled = bool(model.jit_compile) or not target.is_live
     state = list(stateless.written.items())
     graph, numbers, handles = fused_graph(
@@ -122,3 +111,18 @@ def trace(
         plain_is_compiled=is_compiled,
         differences=tuple(differences),
     )
+
+
+def _check_shapes(program: FlatProgram) -> None:
+    unknown = sorted(
+        {
+            e.kind
+            for e in program.equations
+            for o in e.outputs
+            if program.shapes[o] is None and program.dtypes[o] != tf.variant
+        }
+    )
+    if unknown:
+        raise UnsupportedModelError(
+            f"The shape of what {', '.join(unknown)} computes is not known, as XLA needs it."
+        )
