@@ -48,13 +48,16 @@ is known, or the last one was an improvement."""
 FIRST_PASSES = 40
 """Steps per op for the first schedule, whatever the time limit and the clock say. On the problems
 of RematBench that have one it takes 1.0 to 1.2."""
-SLICED_FIRST_PASSES = 120
-"""The same of a graph in slices: a U-Net's of 5,089 ops in 8 slices takes 10 at 0.8 of the floor of
-its whole ops, 22 at 0.7 and 36 at 0.6. A part of what a normalization reads is computed again in
-several rounds over the batch, each time from far behind."""
-SLICED_PATIENCE, SLICED_POLICIES = 30, POLICIES[:2]
-"""Steps per op that a policy gets first on a graph in slices, and the policies that do. On that
-U-Net the other policies go on without end."""
+SLICED_FIRST_PASSES = 400
+"""The same of a graph in slices. A part of what a normalization reads is computed again in several
+rounds over the batch, each time from far behind: a U-Net's of 5,267 ops in 8 slices takes 8 at 0.8
+of the floor of its whole ops, 34 at 0.6 and 153 at 0.5, after 139 without success."""
+SLICED_POLICIES = POLICIES[1::-1]
+"""The policies that a graph in slices is tried with first. On that U-Net the other policies go on
+without end."""
+SLICED_PATIENCE, SLICED_LAST_PATIENCE = 40, 250
+"""Steps per op that each of them gets, and the first of them at last on the default order, which
+goes slice by slice: below 0.7 of the floor of that U-Net schedules are found on it alone."""
 TRIM_GAIN = 1.15
 """A run goes on until its overhead is this many times the best one's: trimming may still make it
 the better one."""
@@ -121,12 +124,7 @@ def candidates(
     sure = (SLICED_FIRST_PASSES if in_slices else FIRST_PASSES) * len(problem.graph.needed)
     passes = _Passes(problem, budget, deadline, max_steps, sure if anyway else 0)
     if in_slices:
-        for order, policy in product(orders, (p for p in policies if p in SLICED_POLICIES)):
-            if passes.is_over:
-                return
-            found = passes.faster(problem, order, policy, SLICED_PATIENCE * len(order))
-            if found is not None:
-                yield found
+        yield from _in_slices(problem, passes, orders)
     room = max(0, budget - problem.floor_bytes)
     # most runs per op; a policy that thrashes is seldom worth waiting for
     for patience in (5, 12, 30):
@@ -143,6 +141,24 @@ def candidates(
                 return
         if passes.best_s < float("inf"):
             return
+
+
+def _in_slices(
+    problem: Problem, passes: _Passes, orders: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, ...]]:
+    """Yields what is found on a graph in slices before other policies and budgets are tried.
+
+    Args:
+        orders: base orders; the last one goes slice by slice.
+    """
+    ways = product(reversed(orders), SLICED_POLICIES)
+    tries = [(order, policy, SLICED_PATIENCE) for order, policy in ways]
+    for order, policy, patience in [*tries, (orders[-1], SLICED_POLICIES[0], SLICED_LAST_PATIENCE)]:
+        if passes.is_over or (patience == SLICED_LAST_PATIENCE and passes.best_s < float("inf")):
+            return
+        found = passes.faster(problem, order, policy, patience * len(order))
+        if found is not None:
+            yield found
 
 
 class _Passes:

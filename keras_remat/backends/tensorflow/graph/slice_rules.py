@@ -112,6 +112,11 @@ def _elementwise(op: Operands) -> Found:
     return tuple(op.like_result(shape) for shape in op.shapes), "part"
 
 
+def _choice(op: Operands) -> Found:
+    """Takes each number, or each row, from one of two: ``Select``, which broadcasts nothing else."""
+    return ("part" if op.shapes[0] else "whole", "part", "part"), "part"
+
+
 def _by_sample(op: Operands) -> Found:
     """Normalizes the last axis."""
     return (("part",), "part") if len(op.result) > 1 else None
@@ -291,6 +296,7 @@ def _random(op: Operands) -> Found:
 _BY_SHAPE: Mapping[str, Callable[[Operands], Found]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(("Softmax", "LogSoftmax"), _by_sample),
+    "Select": _choice,
     **dict.fromkeys(("_FusedConv2D", "_FusedDepthwiseConv2dNative"), _fused_convolution),
     **dict.fromkeys(("MatMul", "_FusedMatMul"), _product),
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _batch_product),
