@@ -35,8 +35,8 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.make_plan import TracedModel, measured_problem
 from keras_remat.planning.request import PlanRequest, plan_by, plan_for
+from keras_remat.planning.slice_candidates import candidates
 from keras_remat.planning.slice_costs import sliced_costs
-from keras_remat.planning.slicing import candidates
 
 #: Twice as many slices are taken where the batch becomes so many times as large.
 _WORTH_SLICES = 1.2

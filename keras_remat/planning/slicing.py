@@ -6,8 +6,10 @@ large values to one another: then those values exist for a part only
 (:mod:`keras_remat.core.slices`). The numbers of the training stay what they are, up to the order in
 which a sum over the batch is added up.
 
-The choice is a short list of candidates, few ops and few parts first, and the first for which a
-schedule is found is taken: smaller kernels are slower, and a larger graph takes longer to solve.
+The choice is a short list of candidates, few ops and few parts first: smaller kernels are slower,
+and a larger graph takes longer to solve. The first is taken for which a quick solver finds a
+schedule that adds little to a step; more parts leave more room, which recomputes less. Where all
+are dear, the cheapest is.
 Where a number of micro-batches is asked for, the batch runs in as many slices
 (:func:`in_micro_batches`), of all ops that hand large values to one another.
 """
@@ -17,7 +19,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from math import inf
+from operator import itemgetter
 
 from keras_remat.backends.base import Slicer, TracedStep
 from keras_remat.backends.memory import MemoryModel
@@ -36,27 +41,27 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.planning.advice import advising
+from keras_remat.planning.calibrated_solve import BudgetSearch
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.quick_orders import QUICK
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.slice_candidates import able_ops, candidates, grown
 from keras_remat.planning.slice_costs import costs_of, ends_bytes, undivided_scratch
 from keras_remat.solvers import check_floor
 
 logger = logging.getLogger(__name__)
 
-#: How many parts there may be.
-PARTS = (2, 4, 8, 16, 32, 64)
-#: Ops that need more than such a share of what the budget leaves for a step are put into slices:
-#: those that cannot run at all, and then those beside which hardly anything may be kept.
-_SHARES = (1.0, 0.7, 0.45)
-#: A value of more than this share of it is large: ops on both sides of it run in the same slices.
-_LARGE_SHARE = 1 / 16
 #: A floor that is nearer to the budget leaves no room for a schedule: more parts are tried at once.
 _HOPELESS_SHARE = 0.85
 #: After a candidate failed, those come first whose floor is up to such a share of its floor, both
 #: without what is resident. For MobileNetV2's step at 0.8 of its floor the quick solver finds no
 #: schedule in five candidates with 0.5 to 1.0 of the first one's, and one in that with 0.25.
 _PROMISING_SHARE = 0.6
+#: A schedule in slices that adds more than such a share to the time of a step is dear: others are
+#: looked at. At 0.8 of the floor of a U-Net's step, 2, 4 and 8 slices add 3.1, 0.6 and 0.4.
+_DEAR_SHARE = 0.25
+#: Seconds of the quick solver's work for a look at a candidate.
+_LOOK_S = 4.0
 #: How many candidates are solved for.
 _MOST_TRIES = 4
 #: How many ops a sliced graph may have: so many times the whole one's, and so many more.
@@ -66,95 +71,6 @@ _MOST_TIMES, _MOST_MORE = 4, 2000
 _MICRO_BATCH_SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4)
 #: A way to slice a step, the step in slices, and its costs.
 _Candidate = tuple[Slicing, TracedStep, Problem]
-
-
-def candidates(
-    problem: Problem, rules: Mapping[int, SliceRule], budget_bytes: int
-) -> Iterator[Slicing]:
-    """Yields what may be put into slices so that a budget is kept, few ops and few parts first.
-
-    Args:
-        rules: op id → how it may run in slices.
-        budget_bytes: what the whole step needs too much of.
-    """
-    room = budget_bytes - problem.profile.resident_bytes
-    seen: set[Slicing] = set()
-    for share in _SHARES if room > 0 else ():
-        heavy = {
-            op_id
-            for op_id in problem.graph.needed & rules.keys()
-            if problem.op_floor_bytes(op_id) - problem.profile.resident_bytes > share * room
-        }
-        for parts in PARTS:
-            able = _able(rules, parts)
-            chosen = _grown(problem.graph, rules, heavy & able, able, _LARGE_SHARE * room)
-            if not chosen:
-                break
-            slicing = Slicing(tuple(sorted(chosen)), parts)
-            if slicing not in seen:
-                seen.add(slicing)
-                yield slicing
-
-
-def _able(rules: Mapping[int, SliceRule], parts: int) -> frozenset[int]:
-    """Returns the ops that can run in so many slices, each with its partners."""
-    able = {op_id for op_id, rule in rules.items() if rule.divides % parts == 0}
-    while alone := {op_id for op_id in able if not rules[op_id].partners <= able}:
-        able -= alone
-    return frozenset(able)
-
-
-def _grown(
-    graph: Graph,
-    rules: Mapping[int, SliceRule],
-    seeds: frozenset[int] | set[int],
-    able: frozenset[int],
-    large_bytes: float,
-) -> set[int]:
-    """Returns the seeds, the ops that exchange parts of large values with them, and the ops between
-    those, however small: a part of a large value would have to wait there for all the others."""
-    stack, chosen = sorted(seeds), set[int]()
-    while stack:
-        op_id = stack.pop()
-        if op_id in chosen:
-            continue
-        chosen.add(op_id)
-        rule, op = rules[op_id], graph.ops[op_id]
-        stack += rule.partners
-        for v in (*rule.sliced, *(v for v in op.outputs if v not in rule.sums)):
-            producer = graph.values[v].producer
-            if graph.values[v].nbytes <= large_bytes:
-                continue
-            if producer in able and v not in rules[producer].sums:
-                stack.append(producer)
-            stack += (r for r in graph.readers[v] if r in able and v in rules[r].sliced)
-    return chosen | _between(graph, rules, chosen, able)
-
-
-def _between(
-    graph: Graph, rules: Mapping[int, SliceRule], chosen: set[int], able: frozenset[int]
-) -> set[int]:
-    """Returns the ops that hand parts on from chosen ops to others, and those that nothing else
-    reads and that read parts of step inputs alone: of one, a compiler may keep more than it
-    makes."""
-    feeds = set(chosen)
-    for op in reversed(graph.ops):
-        if op.id in feeds:
-            feeds.update(graph.producers(op.id))
-    handing_on = set(chosen)
-    for op in graph.ops:
-        if op.id in able & feeds and rules[op.id].partners <= feeds:
-            made = ((v, graph.values[v].producer) for v in rules[op.id].sliced)
-            if any(p in handing_on and v not in rules[p].sums for v, p in made if p is not None):
-                handing_on |= {op.id, *rules[op.id].partners}
-    for op_id in able - handing_on if handing_on else ():
-        readers = [(r, v) for v in graph.ops[op_id].outputs for r in graph.readers[v]]
-        rule = rules[op_id]
-        is_fed = rule.sliced and all(graph.values[v].producer is None for v in rule.sliced)
-        alone = all(r in handing_on and v in rules[r].sliced for r, v in readers)
-        if is_fed and readers and alone and not rule.sums | rule.partners:
-            handing_on.add(op_id)
-    return handing_on - chosen
 
 
 def _most_ops(graph: Graph) -> int:
@@ -192,13 +108,13 @@ def in_micro_batches(
             f"No number from 2 to {2 * count} divides a batch of {samples} samples."
         )
     rules = slicer.rules
-    able = {op_id for op_id in _able(rules, parts) if rules[op_id].divides % samples == 0}
+    able = {op_id for op_id in able_ops(rules, parts) if rules[op_id].divides % samples == 0}
     able -= {op_id for op_id in able if not rules[op_id].partners <= able}
     handed_on = {op_id: _large_bytes(graph, op_id, rules[op_id]) for op_id in able}
     for share in _MICRO_BATCH_SHARES:
         large_bytes = share * max(handed_on.values(), default=0)
         seeds = {op_id for op_id in able if handed_on[op_id] > large_bytes}
-        chosen = _grown(graph, rules, seeds, frozenset(able), large_bytes)
+        chosen = grown(graph, rules, seeds, frozenset(able), large_bytes)
         if chosen and len(graph.ops) + (parts - 1) * len(chosen) <= _most_ops(graph):
             try:
                 sliced = slicer.sliced(Slicing(tuple(sorted(chosen)), parts))
@@ -266,7 +182,8 @@ def plan_in_slices(
     found = _hopeful(slicer, request, estimate, undivided, floors)
     tried = None if seen is None else seen[0].slicing
     found = (one for one in found if one[0] != tried)
-    for slicing, sliced, costs in islice(_by_promise(found, failed), _MOST_TRIES):
+    likely = islice(_by_promise(found, failed), _MOST_TRIES)
+    for slicing, sliced, costs in _cheap_first(likely, request, failed):
         solver = QUICK if clock.is_over else request.solver
         try:
             asked = replace(request, problem=costs, clock_s=clock.left_s(), solver=solver)
@@ -274,7 +191,6 @@ def plan_in_slices(
         except NOT_FOUND as error:
             logger.debug("keras_remat: %s: %s", _name(slicing), error)
             told = min(told, error, key=_least_bytes)
-            failed.append(_floor_above_resident(costs))
     least = min(floors, key=lambda one: one.floor_bytes)
     if told is failure and least is not problem:
         with advising(least, request.limit, request.batch_size, request, seed=request.seed):
@@ -317,8 +233,8 @@ def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[
     """Yields what may be tried: after a failure first what needs much less than what failed.
 
     Args:
-        failed: floors of those for which nothing was found, without what is resident; the caller
-            adds to them.
+        failed: floors of those for which nothing cheap was found, without what is resident; the
+            caller adds to them.
     """
     waiting = []
     for one in found:
@@ -327,6 +243,50 @@ def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[
         else:
             yield one
     yield from sorted(waiting, key=lambda one: one[2].floor_bytes)
+
+
+def _cheap_first(
+    found: Iterator[_Candidate], request: PlanRequest, failed: list[int]
+) -> Iterator[_Candidate]:
+    """Yields candidates for which a quick solver finds a cheap schedule as soon as it does, then
+    the dear ones, the cheapest first, and those for which it finds none. Once the seconds of the
+    request are over, none is looked at any more.
+
+    Args:
+        failed: what :func:`_by_promise` is told.
+    """
+    clock, dear = Deadline(min(request.clock_s, request.seconds)), []
+    for one in found:
+        time_s = request.where.of_first(partial(_quick_time_s, one[2], request))
+        if is_dear(time_s, request.problem):
+            dear.append((time_s, one))
+        else:
+            yield one
+        failed.append(_floor_above_resident(one[2]))
+        if clock.is_over:
+            break
+    yield from (one for _, one in sorted(dear, key=itemgetter(0)))
+    yield from found
+
+
+def is_dear(time_s: float, whole: Problem) -> bool:
+    """Returns whether a step in slices takes so long that others may be cheaper.
+
+    Args:
+        whole: the costs of the whole step.
+    """
+    return time_s > (1 + _DEAR_SHARE) * whole.store_all_time_s
+
+
+def _quick_time_s(costs: Problem, request: PlanRequest) -> float:
+    """Returns the seconds of a step by what the quick solver finds, which is remembered; infinite
+    where it finds nothing."""
+    usable = request.limit.usable_bytes
+    search = BudgetSearch(costs, usable, request.memory, QUICK, request.seed)
+    try:
+        return search.solve_at(usable, min(_LOOK_S, request.seconds))[0].time_s
+    except NOT_FOUND:
+        return inf
 
 
 def _floor_above_resident(costs: Problem) -> int:

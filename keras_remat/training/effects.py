@@ -33,6 +33,7 @@ from keras_remat.training.shape_state import (
     Solving,
     TracedShape,
 )
+from keras_remat.training.tighter import tighter
 from keras_remat.training.tools import Tools
 from keras_remat.training.undo import Outcome, OutOfMemory
 
@@ -217,30 +218,10 @@ def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -
     tools.fit.event(*tell.tightens(peak, shape.plan.predicted.peak_bytes, limit))
     _observe(tools, shape)
     needed = tools.costs.predict(costs.problem, shape.schedule).peak_bytes
-    shape, known = shape.with_over_limit(), tools.known(shape)
+    shape = shape.with_over_limit()
     orders = {other.schedule for other in shape.over_limit if isinstance(other, PlannedShape)}
-    failure = None  # where it is known that costs have no plan, and more was measured since
-    if costs.is_whole and shape.tries.replan_failed:
-        failure = tools.plans.not_found(costs.problem, peak)
     with tools.fit.progress("solving for the schedule"):
-        request = tools.plans.request(
-            costs.problem,
-            shape.batch_size,
-            # of a step in slices, the plan that needs least comes after other slices
-            below_bytes=needed if costs.is_whole else None,
-            avoid=frozenset(orders),
-            failure=failure,
-        )
-        found = tools.plans.reused(costs.problem, known, Phase.VERIFY, orders)
-        try:
-            found = found or plan_for(request)
-        except NOT_FOUND as error:
-            try:
-                found, costs = tools.plans.in_slices(shape, costs, error)
-            except NOT_FOUND:
-                if costs.is_whole:
-                    raise
-                found = plan_for(replace(request, below_bytes=needed, failure=error))
+        found, costs = tighter(tools, shape, needed, orders)
     misses = not limit.holds(found.predicted.peak_bytes)
     is_written_anew = tools.backend.memory.rewrites and found.predicted.peak_bytes < peak
     is_known = found.solution.schedule in orders and not is_written_anew

@@ -149,9 +149,8 @@ class PlanRequests:
         Raises:
             PlanMismatchError: they are another step's.
         """
-        traced, problem = in_slices_of(
-            plan, costs.traced, costs.problem, self._backend.estimated_profile
-        )
+        estimate = self._backend.estimated_profile
+        traced, problem = in_slices_of(plan, costs.traced, costs.problem, estimate)
         return replace(costs, traced=traced, problem=problem)
 
     def find(self, shape: ShapeState, costs: Costs, batch: Any, known: PriorPlans) -> _FirstPlan:
@@ -253,16 +252,16 @@ class PlanRequests:
         shape: ShapeState,
         costs: Costs,
         error: InfeasibleBudgetError | ScheduleNotFoundError,
+        below_s: float = math.inf,
     ) -> tuple[Plan, Costs]:
-        """Returns a plan with some ops in slices, or in others than now; raises ``error``, or what
-        is nearer, where none helps. A size that is only tried has a smaller one to go back to."""
-        seen, costs = costs, costs.as_whole
-        can_be_sliced = costs.is_whole and costs.traced.slicer is not None
-        if not (can_be_sliced and shape.constraints.allow_over_limit):
+        """Returns a plan with some ops in slices, or in others than now, of fewer seconds; raises
+        ``error``, or what is nearer, where none helps. Tried sizes have a smaller one instead."""
+        seen, costs, may_miss = costs, costs.as_whole, shape.constraints.allow_over_limit
+        if not costs.is_whole or costs.traced.slicer is None or not may_miss:
             raise error
         is_quick = self._backend.measures_op_times  # else it is the last one, too
         request = self.request(costs.problem, shape.batch_size, is_quick=is_quick)
-        # all ways to slice the step share what one plan may take
+        # all ways share what one plan may take
         request = replace(request, clock_s=min(request.clock_s, request.seconds))
         with self._fit.progress("plan with some ops in slices"):
             traced, problem, found = plan_in_slices(
@@ -270,6 +269,8 @@ class PlanRequests:
                 lambda asked: self.cached(asked.problem) or plan_for(asked),
                 (seen.traced, seen.problem),
             )  # fmt: skip
+        if found.predicted.time_s >= below_s:
+            raise error
         if traced.slicing is not None:
             self._fit.event(*tell.in_slices(traced.slicing, self._fit.limit))
         return found, replace(costs, traced=traced, problem=problem)

@@ -23,9 +23,9 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.plan import load_plan, plan_from_dict
 from keras_remat.planning.request import PlanRequest
+from keras_remat.planning.slice_candidates import candidates
 from keras_remat.planning.slice_costs import costs_of, ends_bytes, sliced_costs, undivided_scratch
 from keras_remat.planning.slicing import (
-    candidates,
     in_micro_batches,
     in_slices_of,
     plan_in_slices,

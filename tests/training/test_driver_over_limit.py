@@ -86,7 +86,7 @@ def test_more_slices_are_tried_before_a_plan_that_misses_the_limit(helps, monkey
             raise error
         return running, costs
 
-    monkeypatch.setattr("keras_remat.training.effects.plan_for", plan_for)
+    monkeypatch.setattr("keras_remat.training.tighter.plan_for", plan_for)
     monkeypatch.setattr("keras_remat.training.requests.PlanRequests.in_slices", in_slices)
     monkeypatch.setattr("keras_remat.training.shape_state.Costs.is_whole", False)
     backend.surplus_bytes = lambda what, size: TIGHT
@@ -102,7 +102,7 @@ def test_a_final_step_that_cannot_be_tightened_is_tried_once(monkeypatch):
     assert trainer.settled
     running, asked = trainer.plan, []
     monkeypatch.setattr(
-        "keras_remat.training.effects.plan_for", lambda request: asked.append(request) or running
+        "keras_remat.training.tighter.plan_for", lambda request: asked.append(request) or running
     )
     backend.surplus_bytes = lambda what, size: TIGHT
     train(trainer, 10)

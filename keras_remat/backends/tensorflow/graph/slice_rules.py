@@ -113,7 +113,7 @@ def _elementwise(op: Operands) -> Found:
 
 
 def _choice(op: Operands) -> Found:
-    """Takes each number, or each row, from one of two: ``Select``, which broadcasts nothing else."""
+    """Takes each number, or each row, from one of two; ``Select`` broadcasts nothing else."""
     return ("part" if op.shapes[0] else "whole", "part", "part"), "part"
 
 

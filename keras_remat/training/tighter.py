@@ -1,0 +1,63 @@
+"""Finds the plan that follows one that measured over the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from keras_remat.core.schedule import Schedule
+from keras_remat.planning.plan import Plan
+from keras_remat.planning.request import NOT_FOUND, plan_for
+from keras_remat.planning.slicing import is_dear
+from keras_remat.training.decide import Phase
+from keras_remat.training.shape_state import Costs, PlannedShape
+from keras_remat.training.tools import Tools
+
+
+def tighter(
+    tools: Tools, shape: PlannedShape, needed_bytes: int, orders: Collection[Schedule]
+) -> tuple[Plan, Costs]:
+    """Returns a plan, and what it costs: of the ops that ran, or in other slices where those find
+    none, or a dear one.
+
+    Args:
+        needed_bytes: what the plan that ran is predicted to need now.
+        orders: those that measured over the limit.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: none was found.
+    """
+    costs, failure = shape.costs, None
+    if costs.is_whole and shape.tries.replan_failed:  # costs are known to have no plan
+        failure = tools.plans.not_found(costs.problem, shape.peak_bytes)
+    request = tools.plans.request(
+        costs.problem,
+        shape.batch_size,
+        # of a step in slices, the plan that needs least comes after other slices
+        below_bytes=needed_bytes if costs.is_whole else None,
+        avoid=frozenset(orders),
+        failure=failure,
+    )
+    found = tools.plans.reused(costs.problem, tools.known(shape), Phase.VERIFY, orders)
+    try:
+        return _cheaper(tools, shape, found or plan_for(request))
+    except NOT_FOUND as error:
+        try:
+            return tools.plans.in_slices(shape, costs, error)
+        except NOT_FOUND:
+            if costs.is_whole:
+                raise
+            return plan_for(replace(request, below_bytes=needed_bytes, failure=error)), costs
+
+
+def _cheaper(tools: Tools, shape: PlannedShape, found: Plan) -> tuple[Plan, Costs]:
+    """Returns a plan, or, where it is dear in the slices that ran, one in others that is faster:
+    of a GRU, a tighter plan of the same slices took three times as long."""
+    costs, time_s = shape.costs, found.predicted.time_s
+    if not costs.is_whole and is_dear(time_s, costs.as_whole.problem):
+        error = tools.plans.not_found(costs.problem, shape.peak_bytes)
+        try:
+            return tools.plans.in_slices(shape, costs, error, below_s=time_s)
+        except NOT_FOUND:
+            pass
+    return found, costs
