@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import pytest
 
@@ -319,6 +320,44 @@ def test_after_a_failure_what_needs_much_less_is_tried_first():
     with pytest.raises(ScheduleNotFoundError):
         plan_in_slices(step, request_for(problem, 100 + 5000), estimate, failure, refuse)
     assert floors[0] > floors[1] == floors[2] == floors[3] == 2 * 900
+
+
+@pytest.mark.parametrize(
+    ("clock_s", "in_four_s", "looked", "asked"),
+    [
+        (60.0, 70.0, [2, 4, 8, 16], [4, 16, 2, 8]),
+        (60.0, 6.5, [2, 4], [4, 16, 2, 8]),
+        (0.0, 70.0, [2], [2, 4, 8, 16]),
+    ],
+    ids=["all are dear", "one is cheap", "too late to look at others"],
+)
+def test_of_dear_ways_to_slice_a_step_the_cheapest_is_taken(
+    clock_s, in_four_s, looked, asked, monkeypatch
+):
+    """A cheap one is taken at once. The whole step takes 6 seconds."""
+    step, problem, _ = head(large=6400)
+    seconds, looks, tries = {2: 90.0, 4: in_four_s, 8: inf, 16: 80.0}, [], []
+
+    def look(costs, request):
+        looks.append(parts_of(costs.graph))
+        return seconds[looks[-1]]
+
+    def refuse(request):
+        tries.append((list(looks), parts_of(request.problem.graph)))
+        raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+
+    monkeypatch.setattr("keras_remat.planning.slicing._quick_time_s", look)
+    request = replace(request_for(problem, 100 + 8000), clock_s=clock_s)
+    failure = ScheduleNotFoundError(8100, problem.floor_bytes)
+    with pytest.raises(ScheduleNotFoundError):
+        plan_in_slices(step, request, estimate, failure, refuse)
+    assert tries[0][0] == looked
+    assert [parts for _, parts in tries] == asked
+
+
+def parts_of(graph):
+    """How many parts the losses of a head are in."""
+    return sum(op.kind == "Loss" for op in graph.ops)
 
 
 def test_partners_come_along():

@@ -159,3 +159,34 @@ def test_a_normalized_batch_in_slices_is_scheduled_below_the_floor_of_whole_ops(
         )
     )
     validate(problem, Schedule(found))
+
+
+def test_in_slices_the_order_that_goes_slice_by_slice_gets_most_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Near the floor no other order has a schedule, and one takes long to find."""
+    problem, floor = normalized_in_slices(layers=2, parts=2)
+    default = Schedule.store_all(problem.graph).order
+    tried = []
+
+    class Stuck:
+        steps = 0
+
+        def __init__(self, _problem: object, order: object, policy: object, *_: object):
+            self.way = order == default, policy
+
+        def run(self, limit: int) -> None:
+            tried.append((*self.way, limit / len(default)))
+            raise greedy.StuckError
+
+    monkeypatch.setattr(greedy, "Eviction", Stuck)
+    orders = default[1:] + default[:1], default
+    asked = greedy.candidates(
+        problem.with_budget(floor), deadline=Deadline(float("inf")), max_steps=10**6, orders=orders
+    )
+    assert list(asked) == []
+    by_default, short, long = tried[:2], tried[:4], tried[4]
+    assert all(is_default for is_default, _, _ in by_default)
+    assert {policy for _, policy, _ in short} == set(greedy.SLICED_POLICIES)
+    assert {patience for _, _, patience in short} == {greedy.SLICED_PATIENCE}
+    assert long == (True, greedy.SLICED_POLICIES[0], greedy.SLICED_LAST_PATIENCE)
