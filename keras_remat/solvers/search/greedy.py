@@ -48,14 +48,14 @@ is known, or the last one was an improvement."""
 FIRST_PASSES = 40
 """Steps per op for the first schedule, whatever the time limit and the clock say. On the problems
 of RematBench that have one it takes 1.0 to 1.2."""
-SLICED_FIRST_PASSES = 400
+SLICED_FIRST_PASSES = 330
 """The same of a graph in slices. A part of what a normalization reads is computed again in several
-rounds over the batch, each time from far behind: a U-Net's of 5,267 ops in 8 slices takes 8 at 0.8
-of the floor of its whole ops, 34 at 0.6 and 153 at 0.5, after 139 without success."""
+rounds over the batch, each time from far behind: a U-Net's of 5,267 ops in 8 slices takes 16 at 0.8
+of the floor of its whole ops, 34 at 0.56, 43 at 0.54, and 125 at 0.52."""
 SLICED_POLICIES = POLICIES[1::-1]
 """The policies that a graph in slices is tried with first. On that U-Net the other policies go on
 without end."""
-SLICED_PATIENCE, SLICED_LAST_PATIENCE = 40, 250
+SLICED_PATIENCE, SLICED_LAST_PATIENCE = 50, 130
 """Steps per op that each of them gets, and the first of them at last on the default order, which
 goes slice by slice: below 0.7 of the floor of that U-Net schedules are found on it alone."""
 TRIM_GAIN = 1.15
