@@ -96,6 +96,11 @@ class MemoryModel(Protocol):
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from what a schedule measured."""
 
+    def afresh(self) -> MemoryModel:
+        """Returns a model that finds out again what this one learnt by compiling schedules, as that
+        of a later ``fit`` does; this one, where nothing is compiled."""
+        return self
+
 
 class Calibration:
     """Learns what a device needs above the simulated activation bytes of a schedule.

@@ -16,6 +16,7 @@ asked again, until no way is left.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 
 from keras_remat.backends.memory import Calibration
@@ -140,6 +141,19 @@ class CompiledMemory:
         known = self._known.get(_key(problem, schedule), _Known(added))
         surplus = max(known.surplus_bytes, added - known.compiled_bytes)
         self._learn(problem, schedule, replace(known, surplus_bytes=surplus))
+
+    def afresh(self) -> CompiledMemory:
+        """Returns a model that knows of no schedule; what it compiles is remembered here."""
+
+        def compile_bytes(problem: Problem, schedule: Schedule | None) -> int | None:
+            if self._added_bytes(problem, schedule) is None:
+                return None
+            return self._known[_key(problem, schedule)].compiled_bytes
+
+        fresh = copy(self)
+        fresh._compile_bytes = compile_bytes
+        fresh._known, fresh._points, fresh._compiled_plain = {}, {}, []
+        return fresh
 
     def _added_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         known = self._known.get(_key(problem, schedule))

@@ -18,6 +18,7 @@ STORE_ALL = Schedule.store_all(PROBLEM.graph)
 RESIDENT = PROBLEM.profile.resident_bytes
 MOST = simulate(PROBLEM, STORE_ALL).peak_bytes - RESIDENT
 TIGHT = solve(PROBLEM.with_budget(RESIDENT + MOST // 2), solver="greedy").schedule
+LESS = solve(PROBLEM.with_budget(RESIDENT + 3 * MOST // 4), solver="greedy").schedule
 
 
 def test_where_only_a_run_tells():
@@ -60,6 +61,23 @@ def test_what_is_compiled_gets_a_chunk_of_the_pool():
     assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + 700  # it is not counted twice
     memory.observe(PROBLEM, TIGHT, RESIDENT + 800)
     assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + 800
+
+
+def test_afresh_nothing_is_known_and_nothing_is_compiled_twice():
+    asked = []
+
+    def compiled(problem, schedule):
+        asked.append(schedule)
+        return 500
+
+    memory = CompiledMemory(compiled)
+    memory.compiled_peak_bytes(PROBLEM, TIGHT)
+    fresh = memory.afresh()
+    assert fresh.peak_bytes(PROBLEM, TIGHT) == CompiledMemory(compiled).peak_bytes(PROBLEM, TIGHT)
+    assert fresh.compiled_peak_bytes(PROBLEM, TIGHT) == RESIDENT + 500
+    assert fresh.compiled_peak_bytes(PROBLEM, LESS) == RESIDENT + 500
+    assert memory.compiled_peak_bytes(PROBLEM, LESS) == RESIDENT + 500
+    assert asked == [TIGHT, LESS]
 
 
 def test_a_plain_step_far_over_the_budget_by_another_size_of_it_is_not_compiled():

@@ -102,15 +102,14 @@ class CompiledBackend(TensorFlowBackend):
         self, traced: tracing.CompiledStep, problem: Problem, schedule: Schedule | None
     ) -> int | None:
         """Returns what XLA:CPU says that a step takes; ``None`` where it is not asked. On a GPU it
-        would try kernels; without a budget nothing hangs on it, nor of Keras's own step where all
+        would try kernels. Of Keras's own step nothing hangs on it without a budget, or where all
         that it makes fits, or what is alive at once does not."""
-        budget = problem.budget_bytes
-        if traced.target.on_gpu or budget is None:
+        if traced.target.on_gpu:
             return None
         if schedule is not None:
             return _compiled_bytes(self._lowered(traced, schedule).function)
-        most = problem.profile.resident_bytes + traced.made_bytes
-        if traced.function is None or budget >= most:
+        budget, most = problem.budget_bytes, problem.profile.resident_bytes + traced.made_bytes
+        if traced.function is None or budget is None or budget >= most:
             return None
         least = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
         return _compiled_bytes(traced.function) if least <= budget else None
