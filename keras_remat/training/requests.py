@@ -72,13 +72,8 @@ class PlanRequests:
             "seconds": options.solver_time_limit_s, "seed": options.seed,
             "clock_s": self._fit.setup_left_s(problem.store_all_time_s),
         }  # fmt: skip
-        return PlanRequest.on(
-            self._backend,
-            problem=problem,
-            batch_size=batch_size,
-            where=self._backend.processes,
-            **told | asked,
-        )
+        step = {"problem": problem, "batch_size": batch_size, "where": self._backend.processes}
+        return PlanRequest.on(self._backend, **step | told | asked)
 
     def with_headroom(
         self,

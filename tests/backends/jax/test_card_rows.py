@@ -15,7 +15,7 @@ from keras_remat.cards.rows import AskedStep
 from keras_remat.cards.table import card
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.planning.slicing import PARTS as PARTS_OF_BATCHES
+from keras_remat.planning.slice_candidates import PARTS as PARTS_OF_BATCHES
 from keras_remat.units import KIB, MIB
 
 REFUSED = "RTX5090"
