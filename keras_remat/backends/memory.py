@@ -97,8 +97,8 @@ class MemoryModel(Protocol):
         """Learns from what a schedule measured."""
 
     def afresh(self) -> MemoryModel:
-        """Returns a model that finds out again what this one learnt by compiling schedules, as that
-        of a later ``fit`` does; this one, where nothing is compiled."""
+        """Returns a model that has learnt nothing of schedules, as a later ``fit`` begins with;
+        itself, where nothing is compiled."""
         return self
 
 

@@ -149,7 +149,7 @@ def tried_budget(
     def has_plan(budget_bytes: int) -> bool:
         batch_bytes = min(problem.graph.input_bytes, int(_OPTIONS.most_spare * budget_bytes))
         spare = int(_OPTIONS.spare * budget_bytes) + batch_bytes
-        # a compiler's peaks do not grow with the room there is: the fit that follows has all of it
+        # a compiler's peaks do not grow with the room: a plan is there with some left and with all
         return all(
             _is_planned(problem, budget_bytes, spare_bytes, memory.afresh(), seed)
             for spare_bytes in ((spare,) if memory.order_matters else (spare, 0))

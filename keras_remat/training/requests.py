@@ -72,8 +72,10 @@ class PlanRequests:
             "seconds": options.solver_time_limit_s, "seed": options.seed,
             "clock_s": self._fit.setup_left_s(problem.store_all_time_s),
         }  # fmt: skip
-        step = {"problem": problem, "batch_size": batch_size, "where": self._backend.processes}
-        return PlanRequest.on(self._backend, **step | told | asked)
+        return PlanRequest.on(
+            self._backend, problem=problem, batch_size=batch_size,
+            where=self._backend.processes, **told | asked,
+        )  # fmt: skip
 
     def with_headroom(
         self,
@@ -249,14 +251,15 @@ class PlanRequests:
         error: InfeasibleBudgetError | ScheduleNotFoundError,
         below_s: float = math.inf,
     ) -> tuple[Plan, Costs]:
-        """Returns a plan with some ops in slices, or in others than now, of fewer seconds; raises
-        ``error``, or what is nearer, where none helps. Tried sizes have a smaller one instead."""
+        """Returns a plan with some ops in slices, or in others than now, that takes less than
+        ``below_s`` seconds a step; raises ``error``, or what is nearer, where there is none. A size
+        that is only tried has a smaller one to go back to."""
         seen, costs, may_miss = costs, costs.as_whole, shape.constraints.allow_over_limit
         if not costs.is_whole or costs.traced.slicer is None or not may_miss:
             raise error
         is_quick = self._backend.measures_op_times  # else it is the last one, too
         request = self.request(costs.problem, shape.batch_size, is_quick=is_quick)
-        # all ways share what one plan may take
+        # all ways to slice the step share what one plan may take
         request = replace(request, clock_s=min(request.clock_s, request.seconds))
         with self._fit.progress("plan with some ops in slices"):
             traced, problem, found = plan_in_slices(

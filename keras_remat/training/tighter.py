@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from keras_remat.core.schedule import Schedule
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.request import NOT_FOUND, plan_for
+from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
 from keras_remat.planning.slicing import is_dear
 from keras_remat.training.decide import Phase
 from keras_remat.training.shape_state import Costs, PlannedShape
@@ -40,24 +41,38 @@ def tighter(
     )
     found = tools.plans.reused(costs.problem, tools.known(shape), Phase.VERIFY, orders)
     try:
-        return _cheaper(tools, shape, found or plan_for(request))
+        found = found or plan_for(request)
     except NOT_FOUND as error:
-        try:
-            return tools.plans.in_slices(shape, costs, error)
-        except NOT_FOUND:
-            if costs.is_whole:
-                raise
-            return plan_for(replace(request, below_bytes=needed_bytes, failure=error)), costs
+        return _in_other_slices(tools, shape, request, needed_bytes, error)
+    return _cheaper(tools, shape, found)
+
+
+def _in_other_slices(
+    tools: Tools,
+    shape: PlannedShape,
+    request: PlanRequest,
+    needed_bytes: int,
+    error: InfeasibleBudgetError | ScheduleNotFoundError,
+) -> tuple[Plan, Costs]:
+    """Returns a plan in other slices than those that ran; where none is found, and the step ran in
+    slices, the plan in the same ones that needs least."""
+    try:
+        return tools.plans.in_slices(shape, shape.costs, error)
+    except NOT_FOUND:
+        if shape.costs.is_whole:
+            raise
+        least = replace(request, below_bytes=needed_bytes, failure=error)
+        return plan_for(least), shape.costs
 
 
 def _cheaper(tools: Tools, shape: PlannedShape, found: Plan) -> tuple[Plan, Costs]:
     """Returns a plan, or, where it is dear in the slices that ran, one in others that is faster:
     of a GRU, a tighter plan of the same slices took three times as long."""
     costs, time_s = shape.costs, found.predicted.time_s
-    if not costs.is_whole and is_dear(time_s, costs.as_whole.problem):
-        error = tools.plans.not_found(costs.problem, shape.peak_bytes)
-        try:
-            return tools.plans.in_slices(shape, costs, error, below_s=time_s)
-        except NOT_FOUND:
-            pass
-    return found, costs
+    if costs.is_whole or not is_dear(time_s, costs.as_whole.problem):
+        return found, costs
+    error = tools.plans.not_found(costs.problem, shape.peak_bytes)
+    try:
+        return tools.plans.in_slices(shape, costs, error, below_s=time_s)
+    except NOT_FOUND:
+        return found, costs

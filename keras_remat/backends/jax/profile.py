@@ -173,8 +173,9 @@ def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
             at, params = padded
             return copied + _padded_bytes(params, program.avals[reads[at]])
         # the input gradient of a strided convolution is a padded image where it is grouped
-        in_memory = max(params["lhs_dilation"], default=1) > 1 < params["feature_group_count"]
-        return copied + (_padded_bytes(params, image) if in_memory else 0)
+        strided = max(params["lhs_dilation"], default=1) > 1
+        grouped = params["feature_group_count"] > 1
+        return copied + (_padded_bytes(params, image) if strided and grouped else 0)
     if equation.kind == PRODUCT:
         of_library = PRODUCT in kinds_of(traced.target).in_tuples
         copies = copied_operands(equation, traced.target)

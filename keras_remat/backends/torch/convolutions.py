@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,24 @@ from keras_remat.backends.torch.program import Node
 from keras_remat.backends.torch.recorder import Call, Layout
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """Holds what a convolution reads and writes.
+
+    Args:
+        results: of the forward one, or their gradient.
+        options: strides, paddings, dilations, whether it is transposed, output paddings, groups.
+        asked: whether a backward one makes the gradients of the images, and of the weights; a
+            forward one neither.
+    """
+
+    images: Layout
+    weights: Layout
+    results: Layout
+    options: Sequence[Any]
+    asked: Sequence[bool]
 
 
 def scratch_bytes(node: Node, layouts: Sequence[Layout]) -> int:
@@ -36,6 +55,7 @@ def scratch_bytes(node: Node, layouts: Sequence[Layout]) -> int:
     options = args[3 + is_backward : 9 + is_backward]
     asked = args[10][:2] if is_backward else (False, False)
     kernel = private.convolution_kernel(images, weights, options)
+    convolution = _Convolution(images, weights, results, options, asked)
     is_last = (
         len(images.shape) > 3
         and 1 in (images.stride[1], weights.stride[1])
@@ -44,10 +64,10 @@ def scratch_bytes(node: Node, layouts: Sequence[Layout]) -> int:
     read = (images, weights, results) if is_backward else (images, weights)
     whole = sum(_bytes(one) for one in read if not _is_packed(one, is_last))
     if kernel.startswith("Slow"):
-        return whole + _gathered_bytes(kernel, images, weights, results, options, asked)
+        return whole + _gathered_bytes(kernel, convolution)
     if is_last:
         return whole + (2 if asked[1] else 1) * _bytes(weights)
-    return whole + _blocked_bytes(images, weights, results, options, asked)
+    return whole + _blocked_bytes(convolution)
 
 
 def _made(call: Call, layouts: Sequence[Layout]) -> Layout:
@@ -71,41 +91,23 @@ def _is_packed(one: Layout, is_last: bool) -> bool:
     return True
 
 
-def _gathered_bytes(
-    kernel: str,
-    images: Layout,
-    weights: Layout,
-    results: Layout,
-    options: Sequence[Any],
-    asked: Sequence[bool],
-) -> int:
-    """Returns the bytes of the matrix of patches; for the other arguments see
-    :func:`_blocked_bytes`."""
-    strides, _, _, is_transposed, _, _ = options
-    is_of_images_only = asked[0] and not asked[1]
-    if {*weights.shape[2:], *strides} == {1} or (kernel == "Slow2d" and is_of_images_only):
+def _gathered_bytes(kernel: str, one: _Convolution) -> int:
+    """Returns the bytes of the matrix of patches."""
+    strides, _, _, is_transposed, _, _ = one.options
+    is_of_images_only = one.asked[0] and not one.asked[1]
+    if {*one.weights.shape[2:], *strides} == {1} or (kernel == "Slow2d" and is_of_images_only):
         return 0
-    by_sample = "Dilated" in kernel or (is_transposed and any(asked))
-    samples = 1 if by_sample else images.shape[0]
-    places = math.prod((images if is_transposed else results).shape[2:])
-    return int(samples * places * _bytes(weights) // weights.shape[0])
+    by_sample = "Dilated" in kernel or (is_transposed and any(one.asked))
+    samples = 1 if by_sample else one.images.shape[0]
+    places = math.prod((one.images if is_transposed else one.results).shape[2:])
+    return int(samples * places * _bytes(one.weights) // one.weights.shape[0])
 
 
-def _blocked_bytes(
-    images: Layout,
-    weights: Layout,
-    results: Layout,
-    options: Sequence[Any],
-    asked: Sequence[bool],
-) -> int:
-    """Returns what oneDNN's copies take at most, where channels lie first.
-
-    Args:
-        options: strides, paddings, dilations, whether it is transposed, output paddings, groups.
-        asked: whether a backward one makes the gradients of the images, and of the weights; a
-            forward one neither.
-    """
-    strides, _, _, is_transposed, _, groups = options
+def _blocked_bytes(convolution: _Convolution) -> int:
+    """Returns what oneDNN's copies take at most, where channels lie first."""
+    images, weights, results = convolution.images, convolution.weights, convolution.results
+    asked = convolution.asked
+    strides, _, _, is_transposed, _, groups = convolution.options
     block = (16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8) * (groups == 1) or 1
 
     def in_blocks(one: Layout, axes: tuple[int, ...]) -> int:
