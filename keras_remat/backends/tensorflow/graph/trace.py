@@ -44,6 +44,7 @@ from keras_remat.backends.tensorflow.graph.counts import batch_counts, divisions
 from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, has_effect
 from keras_remat.backends.tensorflow.graph.kernel_scratch import order_bodies
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
+from keras_remat.backends.tensorflow.graph.ragged import tell_rows
 from keras_remat.backends.tensorflow.graph.rewrite import past_loops, rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
 from keras_remat.backends.tensorflow.graph.sliced import StepSlicer
@@ -213,6 +214,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
     order = {op.name: at for at, op in enumerate(recorded.operations)}
     captures, inputs = recorded.replicas[0].captures, recorded.inputs
     fetches = [*dict.fromkeys(recorded.outputs), *recorded.effects]
+    tell_rows(recorded.operations, recorded.graph_def)
     graph_def = private.optimize_graph(recorded.graph_def, fetches, recorded.variables, captures)
     order_branch_updates(graph_def)
     order_bodies(graph_def)

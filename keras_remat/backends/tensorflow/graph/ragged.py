@@ -1,0 +1,61 @@
+"""Rows of text that is split into words, and padded: there are as many as samples.
+
+TensorFlow does not infer that: of ``TextVectorization`` inside a model the rows are unknown, and so
+are all shapes behind it, to the last gradient. Then no array has a size, and nothing can be planned
+to be smaller. Told the number, TensorFlow infers the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+#: Ops that hand on the number of rows.
+_HANDED_ON = frozenset({"Identity", "Cast", "StridedSlice"})
+
+
+def tell_rows(operations: Iterable[Any], graph_def: Any) -> None:
+    """Writes the number of rows into the shape that padded rows are asked for, in place.
+
+    Args:
+        operations: of a traced graph.
+        graph_def: the same.
+    """
+    asked = {}
+    for op in operations:
+        if op.type != "RaggedTensorToTensor":
+            continue
+        shape, rows = tf.get_static_value(op.inputs[0]), _rows(op)
+        if shape is not None and shape.ndim == 1 and shape[0] == -1 and rows is not None:
+            asked[op.name] = tf.make_tensor_proto([rows, *shape[1:]], op.inputs[0].dtype)
+    for node in list(graph_def.node) if asked else ():
+        if node.name not in asked:
+            continue
+        told = graph_def.node.add(name=f"{node.name}/rows", op="Const")
+        told.attr["value"].tensor.CopyFrom(asked[node.name])
+        told.attr["dtype"].type = asked[node.name].dtype
+        node.input[0] = told.name
+
+
+def _rows(op: Any) -> int | None:
+    """Returns how many rows a padded tensor has, where that follows from static shapes."""
+    kind, partition = op.get_attr("row_partition_types")[0], op.inputs[3]
+    if kind == b"ROW_SPLITS":
+        ends = partition.shape.num_elements()
+        return None if ends is None else ends - 1
+    return _split_texts(partition) if kind == b"FIRST_DIM_SIZE" else None
+
+
+def _split_texts(count: Any) -> int | None:
+    """Returns how many texts were split, of a scalar that says so: the first number of the dense
+    shape of their words."""
+    while count.op.type in _HANDED_ON:
+        if count.op.type == "StridedSlice":
+            begin = tf.get_static_value(count.op.inputs[1])
+            if begin is None or begin.any():
+                return None
+        count = count.op.inputs[0]
+    is_shape = count.op.type == "StringSplitV2" and count.value_index == 2
+    return count.op.inputs[0].shape.num_elements() if is_shape else None
