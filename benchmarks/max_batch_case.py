@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from dataclasses import replace
-from itertools import count
+from itertools import count, takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -56,8 +56,10 @@ _FIRST_REGION_BYTES = 2 * 2**20
 #: A size that no search reaches: an int asks for the largest that fits, however few updates it
 #: leaves in an epoch.
 _ANY_SIZE = 2**20
-#: Loader batches of an epoch of ``fit``, and the most epochs; it ends when so many kept one size.
-_LOADER_STEPS, _MOST_EPOCHS, _SETTLED_EPOCHS = 40, 20, 2
+#: Loader batches of an epoch of ``fit``, and its samples, at least; and the most epochs.
+_LOADER_STEPS, _EPOCH_SAMPLES, _MOST_EPOCHS = 40, 200, 20
+#: It ends when so many epochs kept one size, and so many steps: a size is measured within nine.
+_SETTLED_EPOCHS, _SETTLED_STEPS = 2, 12
 
 
 class _EndOnceSettled(keras.callbacks.Callback):
@@ -65,12 +67,14 @@ class _EndOnceSettled(keras.callbacks.Callback):
 
     def __init__(self, remat: keras_remat.RematAutotune):
         super().__init__()
-        self._remat, self._sizes = remat, list[int]()
+        self._remat = remat
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._sizes.append(self._remat.report.epochs[-1].batch_size)
-        newest = self._sizes[-_SETTLED_EPOCHS:]
-        if epoch >= _SETTLED_EPOCHS and len(set(newest)) == 1:
+        epochs = self._remat.report.epochs[1:]
+        size = self._remat.report.epochs[-1].batch_size
+        kept = list(takewhile(lambda one: one.batch_size == size, reversed(epochs)))
+        steps = sum(one.samples // size for one in kept)
+        if len(kept) >= _SETTLED_EPOCHS and steps >= _SETTLED_STEPS:
             self.model.stop_training = True
 
 
@@ -313,7 +317,8 @@ class Measurement:
         )
         watch = StepWatch(watched_epoch=None, batch_bytes=None)
         settled, data = _EndOnceSettled(remat), endless(self.batch)
-        steps = {"steps_per_epoch": _LOADER_STEPS, "epochs": _MOST_EPOCHS}
+        loader_steps = max(_LOADER_STEPS, _EPOCH_SAMPLES // self.start)
+        steps = {"steps_per_epoch": loader_steps, "epochs": _MOST_EPOCHS}
         long_fit(self.model, data, callbacks=[remat, watch, settled], **steps)
         report, plan = remat.report, remat.plan
         self.row(
