@@ -27,8 +27,9 @@ from keras_remat.backends.torch.profile import Recorder, estimated_profile
 from keras_remat.backends.torch.sliced import StepSlicer
 from keras_remat.backends.torch.swap import InstalledTrainFunction
 from keras_remat.backends.torch.trace import TorchTracedStep, as_tensors
-from keras_remat.backends.torch.variables import snapshot
+from keras_remat.backends.torch.variables import gradient_bytes, snapshot
 from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.target import Target
@@ -60,7 +61,16 @@ class TorchBackend:
         return None
 
     is_out_of_memory = staticmethod(is_out_of_memory)
-    estimated_profile = staticmethod(estimated_profile)
+
+    def estimated_profile(
+        self, traced: TorchTracedStep, resident_bytes: int | None = None
+    ) -> Profile:
+        """Returns a profile from shapes alone. A plan's step first frees the gradients that Keras's
+        own has left on the weights: they are no part of what is resident."""
+        if resident_bytes is not None:
+            left = gradient_bytes(traced.places.own, traced.device)
+            resident_bytes = max(0, resident_bytes - left)
+        return estimated_profile(traced, resident_bytes)
 
     def example_batch(self, model: Any, batch: Any) -> Any:
         self.device.trains(model)

@@ -164,6 +164,12 @@ def drop_gradients(places: Iterable[Place]) -> None:
         place.tensor.grad = None
 
 
+def gradient_bytes(places: Iterable[Place], device: torch.device) -> int:
+    """Returns the bytes on a device of the gradients that an earlier step has left on weights."""
+    left = (place.tensor.grad for place in places if place.tensor.is_leaf)
+    return _storage_bytes(left, device)
+
+
 def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, int]], list[Any]]:
     """Returns a list that fills with the time in nanoseconds at which a gradient that is left on a
     weight is freed, and its bytes as a negative number; and what has to be kept meanwhile."""
@@ -185,11 +191,16 @@ def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, i
 def held_bytes(model: Any, device: torch.device) -> int:
     """Returns the bytes on a device of all that outlives a step of a model, and of the gradients
     that are left on its weights; memory that is shared counts once."""
+    own = [place.tensor for place in places_of(model).own]
+    return _storage_bytes([*own, *(one.grad for one in own if one.is_leaf)], device)
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
+    """Returns the bytes of tensors on a device; memory that is shared counts once."""
     storages = {}
-    for place in places_of(model).own:
-        for tensor in (place.tensor, place.tensor.grad if place.tensor.is_leaf else None):
-            if tensor is not None and tensor.device.type == device.type:
-                storages[private.storage_key(tensor)] = int(tensor.untyped_storage().nbytes())
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type == device.type:
+            storages[private.storage_key(tensor)] = int(tensor.untyped_storage().nbytes())
     return sum(storages.values())
 
 

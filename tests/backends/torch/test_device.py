@@ -96,6 +96,21 @@ def test_a_peak_counts_kernels_scratch_and_gradients_that_are_left():
     assert before < peaks[0] <= peaks[1] <= peaks[0] + gradients
 
 
+def test_gradients_that_a_plain_step_left_are_not_resident_under_a_plan():
+    """A larger batch was said to fit under no schedule: what a plan frees first was counted."""
+    model, batch = models.CASES["sgd"]()
+    on = load_backend()
+    data = on.example_batch(model, batch)
+    traced = on.trace(model, data)
+    before = on.device.in_use_bytes()
+    model.make_train_function()
+    model.train_function([data])
+    gradients = sum(w.value.nbytes for w in model.trainable_weights)
+    assert on.device.in_use_bytes() == before + gradients
+    assert on.estimated_profile(traced, on.device.in_use_bytes()).resident_bytes == before
+    assert on.estimated_profile(traced, 0).resident_bytes == 0
+
+
 def test_a_planned_step_takes_the_same_after_a_plain_one_and_its_copy_nothing():
     """The gradients that Keras's own step leaves are freed before a planned one; the copy for
     undoing a step is not the allocator's."""
