@@ -175,24 +175,27 @@ class _Bounds:
 
 
 def _searched(
-    backend: Backend, step: TracedModel, scaling: Scaling, bounds: _Bounds, *, runs: bool
+    backend: Backend,
+    step: TracedModel,
+    scaling: Scaling,
+    bounds: _Bounds,
+    traced_s: float | None = None,
 ) -> BatchSearch:
     """Returns what a search by prediction finds.
 
     Args:
-        runs: whether sizes run afterwards, which takes time of the limit.
+        traced_s: what tracing and measuring the step took, where sizes run afterwards: that takes
+            time of the limit, too.
     """
-    now_s, limit_s = time.perf_counter(), bounds.time_limit_s
-    traced_s, parts = now_s - bounds.started_s, bounds.parts
+    now_s, limit_s, parts = time.perf_counter(), bounds.time_limit_s, bounds.parts
     deadline_s = max(bounds.started_s + limit_s, now_s + _OPTIONS.least_clock * limit_s)
     search_s = _OPTIONS.search * limit_s
     late_s = (1 - _OPTIONS.quick) * search_s
 
     def running_s(plan: Plan) -> float:
         """Estimates how long a trial of one batch size takes: trace, solve, first step."""
-        return min(
-            _OPTIONS.running * late_s, traced_s + _OPTIONS.first_step * plan.predicted.time_s
-        )
+        trace_s = traced_s or 0.0
+        return min(_OPTIONS.running * late_s, trace_s + _OPTIONS.first_step * plan.predicted.time_s)
 
     # what cannot be met is one sample, or one for each slice
     with advising(scaling.at(parts), step.limit, parts, backend, seed=bounds.seed):
@@ -205,7 +208,7 @@ def _searched(
             time_limit_s=_OPTIONS.quick * search_s,
             late_solver="auto",
             late_time_limit_s=late_s,
-            afterwards_s=running_s if runs else None,
+            afterwards_s=None if traced_s is None else running_s,
             deadline_s=deadline_s,
             multiple=parts,
             seed=bounds.seed,
@@ -248,9 +251,10 @@ def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
     slicing, scaling = step.traced.slicing, step_scaling(backend, model, step)
+    traced_s = time.perf_counter() - bounds.started_s
     runner = SizeRunner(backend, model, step.batch, slicing, scaling)
     _learn_of_larger(backend, step, scaling, runner, bounds)
-    search = _searched(backend, step, scaling, bounds, runs=True)
+    search = _searched(backend, step, scaling, bounds, traced_s)
     chooser = bounds.chooser(backend, search)
     found = verified_search(search, scaling, chooser, step.limit, runner, runner.graph)
     return found.naming(slicing=slicing)
@@ -266,7 +270,7 @@ def _estimated(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds)
     """
     scaling = step_scaling(backend, model, step)
     try:
-        found = _searched(backend, step, scaling, bounds, runs=False)
+        found = _searched(backend, step, scaling, bounds)
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         further = _estimated_in_slices(backend, model, step, bounds)
         if further is None:
@@ -301,7 +305,7 @@ def _estimated_in_slices(
         if slicing is None:
             return None
         scaling, bounds = step_scaling(backend, model, step), replace(bounds, parts=slicing.parts)
-        found = _searched(backend, step, scaling, bounds, runs=False)
+        found = _searched(backend, step, scaling, bounds)
         allowed = is_allowed(problem, plan.predicted.time_s, bounds.max_overhead)
         if found.max_batch_size < size and allowed:
             probes = (*found.probes, SizeTrial(size, plan))

@@ -86,8 +86,9 @@ class SizeRunner:
         return self._trace(size).graph
 
     def __call__(self, size: int, plan: Plan) -> Usage | None:
-        """Trains two steps of a size and returns what the second took; ``None`` when the device ran
-        out of memory. The first call of a step autotunes, and says nothing about later ones."""
+        """Trains two or three steps of a size and returns what the last took; ``None`` when the
+        device ran out of memory. The first call of a step autotunes: of its peak is only asked
+        whether the others are to be recorded."""
         backend, traced = self._backend, self._trace(size)
         known = plan.problem
         if known is None:
@@ -99,10 +100,11 @@ class SizeRunner:
                     put_back()  # the peak depends on what ran before
                 batch = repeated_batch(self._batch, size)
                 run = backend.lower(traced, problem, plan.solution.schedule)
-                backend.measure(lambda: run(batch))
                 _, usage = backend.measure(lambda: run(batch))
                 if self._runs_other_kernels(problem, plan.solution.schedule, usage):
-                    problem = self._recorded(size, traced, problem, run, batch)
+                    problem, usage = self._recorded(size, traced, problem, run, batch)
+                else:
+                    _, usage = backend.measure(lambda: run(batch))
         except Exception as error:
             if not backend.is_out_of_memory(error):
                 raise
@@ -128,24 +130,25 @@ class SizeRunner:
 
     def _recorded(
         self, size: int, traced: TracedStep, problem: Problem, run: RunStep, batch: Any
-    ) -> Problem:
-        """Returns what a step's ops take by a recording, and lets the scaling know; what was known
-        where the profiler is busy."""
-        recorder, profile = self._backend.recorder(), None
-        if not recorder.start():
-            return problem
+    ) -> tuple[Problem, Usage]:
+        """Returns what a step's ops take by a recording, and what the step takes, and lets the
+        scaling know; what was known of the ops where the profiler is busy."""
+        backend, profile = self._backend, None
+        recorder = backend.recorder()
+        is_recording = recorder.start()
         try:
-            for _ in range(_RECORDED_STEPS):
-                run(batch)
+            for _ in range(_RECORDED_STEPS if is_recording else 1):
+                _, usage = backend.measure(lambda: run(batch))
         finally:  # a profiler session must not outlive a step that raised
-            profile = recorder.stop(run, problem.profile.resident_bytes)
+            if is_recording:
+                profile = recorder.stop(run, problem.profile.resident_bytes)
         if profile is None:
-            return problem
+            return problem, usage
         problem = replace(problem, profile=profile)
         if self._scaling is not None:
             whole = problem if traced.whole is None else traced.whole.problem(problem)
             self._scaling.whole.learn(size, whole)
-        return problem
+        return problem, usage
 
 
 def verified_search(

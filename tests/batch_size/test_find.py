@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fake_backend import RESIDENT_BYTES, FakeBackend, batch_of, store_all_peak
 
+from keras_remat.batch_size import find
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.errors import InfeasibleBudgetError
@@ -68,6 +69,23 @@ def test_out_of_memory_while_a_batch_is_made_is_a_size_that_does_not_fit(monkeyp
     assert max(made) > 56
     assert found.plan.measured is not None
     assert found.max_batch_size <= 56
+
+
+def test_what_was_tried_before_the_search_takes_no_time_of_what_runs_after_it(monkeypatch):
+    """VGG19's first larger batch took 17 s, which were kept for the next one once more."""
+    now, kept, search = [0.0], [], find.search_batch_size
+
+    def searched(*args, afterwards_s=None, **options):
+        found = search(*args, afterwards_s=afterwards_s, **options)
+        kept.append((afterwards_s(found.plan), found.plan.predicted.time_s))
+        return found
+
+    monkeypatch.setattr(find, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(find, "_learn_of_larger", lambda *given: now.append(now.pop() + 10.0))
+    monkeypatch.setattr(find, "search_batch_size", searched)
+    found_on(FakeBackend(), monkeypatch, time_limit_s=1e3, max_overhead=0.0)
+    ((kept_s, step_s),) = kept
+    assert kept_s == pytest.approx(2.5 * step_s)
 
 
 @pytest.mark.parametrize("bound", [True, -1, "none", float("nan"), [1]])

@@ -233,9 +233,12 @@ def test_a_size_whose_kernels_are_others_is_recorded(monkeypatch, profiler, size
     backend, scaling = Switching(profiler=profiler), scaling_of()
     scaling.learn(40, chain_problem(40, source="measured"))
     runner = SizeRunner(backend, None, batch_of(0, 40), scaling=scaling)
+    steps, measure = [], backend.measure
+    monkeypatch.setattr(backend, "measure", lambda run: steps.append(size) or measure(run))
     for size in (60, 120):
         plan = quick_plan(chain_problem(size), store_all_peak(size), backend)
         assert runner(size, plan).peak_bytes == store_all_peak(size) + backend.scratch(size)
+    assert steps == [60, 60, 120, 120, *[120] * (profiler == "free")], "of seconds each"
     assert set(scaling.fit.sizes if scaling.fit else {40}) == sizes
     problem = scaling.at(120)
     predicted = backend.memory.peak_bytes(problem, Schedule.store_all(problem.graph))
