@@ -32,6 +32,7 @@ from keras_remat.errors import (
     RematError,
     ScheduleNotFoundError,
     UnsupportedModelError,
+    statement_of,
     without_inner_frames,
 )
 from keras_remat.planning.advice import advising
@@ -240,7 +241,9 @@ def _learn_of_larger(
         if runner.graph(size).has_ops_of(scaling.at(size).graph):
             runner(size, plan)
     except (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError) as error:
-        logger.debug("keras_remat: no first look at larger batches: %s", error)  # told later
+        logger.debug(
+            "keras_remat: no first look at larger batches: %s", statement_of(error)
+        )  # told later
 
 
 def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -> BatchSearch:
@@ -312,7 +315,7 @@ def _estimated_in_slices(
             found = replace(found, max_batch_size=size, probes=probes)
         return found.naming(slicing=slicing)
     except (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError) as error:
-        logger.debug("keras_remat: sizes in slices: %s", error)
+        logger.debug("keras_remat: sizes in slices: %s", statement_of(error))
         return None
 
 

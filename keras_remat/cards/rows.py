@@ -249,16 +249,17 @@ class AskedStep:
         self, failure: Exception, backend: Backend, problem: Problem, limit: Limit
     ) -> int | None:
         """Returns the least peak of a schedule that was found; ``None`` without one."""
-        least = getattr(failure, "least_over_limit", None)
-        if least is None:
-            try:
-                least = least_over_budget(
-                    problem, limit.usable_bytes, backend.memory,
-                    time_limit_s=max(_LEAST_SMALLEST_S, _SMALLEST_SHARE * self._time_limit_s),
-                    seed=self._seed,
-                )  # fmt: skip
-            except NOT_FOUND:
-                return None
+        found: int | None = getattr(failure, "best_peak_bytes", None)
+        if found is not None:
+            return found
+        try:
+            least = least_over_budget(
+                problem, limit.usable_bytes, backend.memory,
+                time_limit_s=max(_LEAST_SMALLEST_S, _SMALLEST_SHARE * self._time_limit_s),
+                seed=self._seed,
+            )  # fmt: skip
+        except NOT_FOUND:
+            return None
         return int(least.peak_bytes)
 
     def _with_batches(self, begun: _Begun) -> CardRow:

@@ -22,7 +22,7 @@ from keras_remat.core.deadline import Deadline
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, statement_of
 from keras_remat.planning.advice import advising
 from keras_remat.planning.calibrated_solve import (
     BudgetCandidate,
@@ -154,7 +154,7 @@ def _within_limit(request: PlanRequest) -> tuple[BudgetCandidate, int]:
             if budget == usable:
                 raise
         except ScheduleNotFoundError as error:
-            logger.debug("keras_remat: %s", error)
+            logger.debug("keras_remat: %s", statement_of(error))
     return _solved(request, *last, clock), last[-1]
 
 
@@ -203,7 +203,7 @@ def _least_over_limit(
             )
             found.append(quick)
         except NOT_FOUND as error:
-            logger.debug("keras_remat: %s", error)
+            logger.debug("keras_remat: %s", statement_of(error))
         found = [one for one in found if one.schedule not in request.avoid]
     least = min(found, key=lambda one: one.peak_bytes, default=None)
     measuring_tells = bool(request.avoid) and memory.order_matters

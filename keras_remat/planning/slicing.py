@@ -39,6 +39,7 @@ from keras_remat.errors import (
     PlanMismatchError,
     ScheduleNotFoundError,
     UnsupportedModelError,
+    statement_of,
 )
 from keras_remat.planning.advice import advising
 from keras_remat.planning.calibrated_solve import BudgetSearch
@@ -189,8 +190,10 @@ def plan_in_slices(
             asked = replace(request, problem=costs, clock_s=clock.left_s(), solver=solver)
             return sliced, costs, door(asked)
         except NOT_FOUND as error:
-            logger.debug("keras_remat: %s: %s", _name(slicing), error)
-            told = min(told, error, key=_least_bytes)
+            logger.debug("keras_remat: %s: %s", _name(slicing), statement_of(error))
+            if isinstance(error, ScheduleNotFoundError):
+                error.least_over_limit = None  # it is no schedule of the whole step
+            told = min(told, error, key=_nearness)
     least = min(floors, key=lambda one: one.floor_bytes)
     if told is failure and least is not problem:
         with advising(least, request.limit, request.batch_size, request, seed=request.seed):
@@ -298,10 +301,10 @@ def _name(slicing: Slicing) -> str:
     return f"{len(slicing.ops)} ops in {slicing.parts}"
 
 
-def _least_bytes(error: InfeasibleBudgetError | ScheduleNotFoundError) -> int:
-    """Returns the least that is known to do, or that is needed."""
+def _nearness(error: InfeasibleBudgetError | ScheduleNotFoundError) -> tuple[bool, int]:
+    """Returns what is less the nearer one came: the least that was found, or else the floor."""
     found = getattr(error, "best_peak_bytes", None)
-    return error.floor_bytes if found is None else found
+    return found is None, error.floor_bytes if found is None else found
 
 
 def in_slices_of(

@@ -16,7 +16,7 @@ from typing import Any
 
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.errors import UnsupportedModelError, statement_of
 from keras_remat.planning.background import PlanProcess, PlanProcessError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, plan_for
@@ -374,7 +374,7 @@ def make(
     except (*NOT_FOUND, UnsupportedModelError) as error:
         record, failure = fit.record, error
     if failure is not None:
-        logger.debug("keras_remat: %s cannot be made: %s", move.name, failure)
+        logger.debug("keras_remat: %s cannot be made: %s", move.name, statement_of(failure))
         if isinstance(failure, UnsupportedModelError):
             fit.event(*tell.remark(failure))
     return record, failure

@@ -30,6 +30,7 @@ from keras_remat.errors import (
     PlanMismatchError,
     ScheduleNotFoundError,
     UnsupportedModelError,
+    statement_of,
 )
 from keras_remat.planning.cache import PlanCache
 from keras_remat.planning.plan import Plan
@@ -299,7 +300,7 @@ class PlanRequests:
                         self.request(costs.problem, shape.batch_size, is_quick=is_quick)
                     )
             except NOT_FOUND as failed:
-                logger.debug("keras_remat: %d micro-batches: %s", count, failed)
+                logger.debug("keras_remat: %d micro-batches: %s", count, statement_of(failed))
                 continue
             self._fit.warn(*tell.in_micro_batches(shape.batch_size, count, self._fit.limit))
             return found, costs

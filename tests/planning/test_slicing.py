@@ -263,6 +263,39 @@ def test_a_refusal_names_the_op_that_needs_most_in_slices():
     assert caught.value.floor_bytes == 100 + 2 * 50
 
 
+def test_a_refusal_tells_the_least_that_was_found_and_hands_on_no_schedule_in_slices():
+    """One that was found tells more than a lower floor; and its ops are not the whole step's."""
+    step, problem, _ = head(large=6400)
+    best = iter([None, 5400, 5200, None])
+
+    def refuse(request):
+        peak, usable = next(best), request.limit.usable_bytes
+        floor = request.problem.floor_bytes
+        raise ScheduleNotFoundError(usable, floor, peak, least_over_limit=peak and object())
+
+    failure = ScheduleNotFoundError(100 + 5000, problem.floor_bytes)
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        plan_in_slices(step, request_for(problem, 100 + 5000), estimate, failure, refuse)
+    assert caught.value.best_peak_bytes == 5200
+    assert caught.value.least_over_limit is None
+
+
+def test_a_log_of_all_that_failed_asks_for_no_advice(caplog):
+    """Advice takes a few plans, and that many times as long."""
+    step, problem, _ = head(large=6400)
+    asked = []
+
+    def refuse(request):
+        usable, floor = request.limit.usable_bytes, request.problem.floor_bytes
+        raise ScheduleNotFoundError(usable, floor, advice=lambda: asked.append(floor) or "")
+
+    failure = ScheduleNotFoundError(100 + 5000, problem.floor_bytes)
+    with caplog.at_level("DEBUG", "keras_remat"), pytest.raises(ScheduleNotFoundError):
+        plan_in_slices(step, request_for(problem, 100 + 5000), estimate, failure, refuse)
+    assert "no schedule found" in caplog.text
+    assert asked == []
+
+
 def test_what_has_no_slices_is_refused_as_before():
     step, problem, _ = head()
     failure = InfeasibleBudgetError(164, problem.floor_bytes, "loss")
