@@ -15,8 +15,12 @@ The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``,
 * its equation is elementwise, a broadcast, or a view, and all its readers can take it into their
   loop (elementwise ones and reductions; a matrix product or convolution reads memory, except
   through a view), and
-* it has one reader, or its readers run as one because they end in the same equation, or it is cheap
-  and comes from at most one value of about its own size.
+* it has one reader, or it comes from at most one value of about its own size and is cheap, or its
+  readers run as one because they end in the same equation.
+
+XLA takes a value that comes from two large ones into such readers, too. Here it exists, and a plan
+may hold it: else all of what it is made of has to be there when its readers run. An LSTM's plan
+for 0.35 of plain's bytes needs that (``benchmarks/cards.py``).
 
 Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain
 step does not tell; and reading it would cost one more compilation. What the rule gets wrong, the
@@ -265,6 +269,7 @@ def clusters(
     size = program.sizes if sizes is None else sizes
     in_memory = _read_from_memory(program, kinds, kept)
     in_memory |= _waiting_parts(program, kinds, readers, size)
+    beside = _ends(program, kinds, set(range(len(size))))  # as if all values existed
     ends = _ends(program, kinds, in_memory)
 
     chains, result = dict[int, _Chain](), list[Cluster]()
@@ -275,7 +280,11 @@ def clusters(
             absent = out not in kept
         else:
             absent = _can_be_absent(equation, kinds, in_memory) and (
-                len(ends[out]) <= 1 or _copied(chain, size[out], size, producer)
+                len(beside[out]) <= 1
+                or (
+                    (len(ends[out]) <= 1 or _is_cheap(chain))
+                    and _is_of_one(chain, size[out], size, producer)
+                )
             )
         if absent:
             chains[out] = chain
@@ -377,8 +386,15 @@ def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _
     )
 
 
-def _copied(chain: _Chain, out_bytes: int, size: Sequence[int], producer: dict[int, int]) -> bool:
-    """Returns whether XLA computes a value with several readers in each of them."""
+def _is_cheap(chain: _Chain) -> bool:
+    """Returns whether XLA computes a value of one large one anew in each of several readers."""
+    return not chain.expensive and len(chain.equations) <= MAX_COPIED_CHAIN
+
+
+def _is_of_one(
+    chain: _Chain, out_bytes: int, size: Sequence[int], producer: dict[int, int]
+) -> bool:
+    """Returns whether a value comes from at most one of about its own size; what is joined counts
+    as one."""
     large = [leaf for leaf in chain.leaves if leaf in producer and size[leaf] * 8 >= out_bytes]
-    few = len(large) <= 1 or (chain.joins and sum(size[leaf] for leaf in large) <= out_bytes)
-    return not chain.expensive and few and len(chain.equations) <= MAX_COPIED_CHAIN
+    return len(large) <= 1 or (chain.joins and sum(size[leaf] for leaf in large) <= out_bytes)

@@ -37,6 +37,15 @@ def test_a_dear_value_does_not_exist_where_its_readers_end_in_one_equation():
     assert parts(program.returns(c)) == {(c,): (0, 1, 2, 3)}
 
 
+def test_a_value_of_two_large_ones_exists_though_its_readers_end_in_one_equation():
+    """Else both would have to be there when the readers run, beside what these read."""
+    program = FlatProgram(LARGE, LARGE)
+    a, b = program.add("dot", 0), program.add("dot", 1)
+    both = program.add("mul", a, b)
+    c = program.add("add", program.add("exp", both), both)
+    assert parts(program.returns(c)) == {(a,): (0,), (b,): (1,), (both,): (2,), (c,): (3, 4)}
+
+
 @pytest.mark.parametrize("again", ["dot", "exp", "output"])
 def test_it_exists_where_something_in_between_does(again):
     program = FlatProgram(LARGE)
