@@ -83,6 +83,13 @@ class MemoryModel(Protocol):
         """Returns the predicted peak of Keras's own step in an order, resident bytes included."""
         return self.peak_bytes(problem, schedule)
 
+    def with_fewer_gaps(
+        self, problem: Problem, schedule: Schedule, deadline_s: float
+    ) -> Schedule | None:
+        """Returns a schedule that leaves fewer gaps between the values in memory, found by
+        ``deadline_s`` of ``time.perf_counter``; ``None`` where none is known."""
+        return None
+
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns the peak where compiling tells it before a run; ``None`` where only a run
         does."""

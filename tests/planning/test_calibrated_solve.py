@@ -65,6 +65,23 @@ def test_what_is_predicted_not_to_fit_is_compiled_at_last():
     assert planned(backend, budget).predicted.peak_bytes <= budget
 
 
+def test_what_does_not_fit_is_tried_with_fewer_gaps():
+    """Here the device takes twice the bytes alive, but of schedules without gaps."""
+    budget, closed = int(0.8 * PLAIN), set()
+    backend = FakeBackend(
+        allocator_bytes=lambda problem, s: (2 - (s in closed)) * simulate(problem, s).peak_bytes
+    )
+
+    def with_fewer_gaps(problem, schedule, deadline_s):
+        closed.add(other := Schedule((0, *schedule.order)))
+        return other
+
+    backend.memory.with_fewer_gaps = with_fewer_gaps
+    found = calibrated_solve.within_budget(PROBLEM, budget, backend.memory, solver="greedy")
+    assert found.schedule in closed
+    assert found.peak_bytes <= budget
+
+
 def test_what_needs_least_of_all_that_were_compiled_is_told():
     backend = Compiling(lambda schedule: 1.0 + 0.1 * len(schedule.order) / len(STORE_ALL.order))
     floor = PROBLEM.floor_bytes

@@ -20,7 +20,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from keras_remat.backends.memory import Calibration
-from keras_remat.backends.xla.packing import packed_bytes
+from keras_remat.backends.xla.packing import packed_bytes, with_fewer_gaps
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -123,6 +123,13 @@ class CompiledMemory:
     def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the same: the order does not matter."""
         return self.peak_bytes(problem, schedule)
+
+    def with_fewer_gaps(
+        self, problem: Problem, schedule: Schedule, deadline_s: float
+    ) -> Schedule | None:
+        """Returns what leaves fewer gaps in the heap of XLA:GPU."""
+        packs = self._simulated is packed_bytes
+        return with_fewer_gaps(problem, schedule, deadline_s) if packs else None
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns the peak by compiling the schedule, where that tells."""

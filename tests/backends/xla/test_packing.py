@@ -1,5 +1,6 @@
 """What XLA's heap takes: placed anew, byte by byte, by a program that shares no code."""
 
+import math
 import random
 
 import numpy as np
@@ -7,12 +8,19 @@ from assigned_buffers import alive
 from random_problems import mixed_problem
 from random_schedules import random_schedule
 
-from keras_remat.backends.xla.packing import Buffer, buffers_of, heap_bytes, packed_bytes
+from keras_remat.backends.xla.packing import (
+    Buffer,
+    buffers_of,
+    heap_bytes,
+    packed_bytes,
+    with_fewer_gaps,
+)
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes, simulate
+from keras_remat.core.validate import check_rules
 
 
 def placed_byte_by_byte(buffers):
@@ -72,3 +80,18 @@ def test_a_value_that_takes_over_a_buffer_prolongs_it():
         Buffer(4, 0, 2), Buffer(4, 2, 2), Buffer(5, 2, 2),
     ]  # fmt: skip
     assert packed_bytes(problem, Schedule((0, 1, 2))) == 13
+
+
+def test_a_value_that_is_computed_again_closes_gaps():
+    closed = 0
+    for seed in range(200):
+        problem, rng = mixed_problem(seed), random.Random(seed)
+        for schedule in (Schedule.store_all(problem.graph), random_schedule(rng, problem.graph)):
+            other = with_fewer_gaps(problem, schedule, math.inf)
+            if other is not None:
+                check_rules(problem, other)
+                assert len(other.order) == len(schedule.order) + 1
+                assert packed_bytes(problem, other) < packed_bytes(problem, schedule)
+                closed += 1
+            assert with_fewer_gaps(problem, schedule, -math.inf) is None
+    assert closed > 10
