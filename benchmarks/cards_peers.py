@@ -55,7 +55,7 @@ def checkpointed(model: Any, least: int, policy: str) -> None:
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
         env = dict(zip(map(id, model.inputs), keras.tree.flatten(inputs), strict=True))
         for function, inside in pieces:
-            run = jax.checkpoint(_stateless(function, inside), policy=keeps)
+            run = jax.checkpoint(_stateless(function, inside, training), policy=keeps)
             variables = variables_of(inside)
             given = [env[id(x)] for x in keras.tree.flatten(function.inputs)]
             results, state, losses = run(given, [v.value for v in variables])
@@ -71,14 +71,25 @@ def checkpointed(model: Any, least: int, policy: str) -> None:
     model.call = call
 
 
-def _stateless(function: keras.Function, inside: list[Any]) -> Callable[..., Any]:
+class _Part(keras.layers.Layer):
+    """A part as a layer, of which those inside learn whether they train."""
+
+    def __init__(self, function: keras.Function):
+        super().__init__()
+        self._run = [function.call]
+
+    def call(self, given: Any, training: Any = None) -> Any:
+        return self._run[0](given)
+
+
+def _stateless(function: keras.Function, inside: list[Any], training: Any) -> Callable[..., Any]:
     """A part as a pure function of what it reads and its variables."""
-    variables = variables_of(inside)
+    variables, part = variables_of(inside), _Part(function)
 
     def run(given: list[Any], values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         state = list(zip(variables, values, strict=True))
         with keras.StatelessScope(state_mapping=state, collect_losses=True) as scope:
-            results = keras.tree.flatten(function(given))
+            results = keras.tree.flatten(part(given, training=training))
         after = [scope.get_current_value(v) for v in variables]
         return results, after, list(scope.losses)
 
