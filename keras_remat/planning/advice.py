@@ -15,6 +15,7 @@ from typing import Protocol
 
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.core.deadline import Deadline
+from keras_remat.core.graph import UPDATE
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -106,6 +107,7 @@ def _advice(
     """
     resident_bytes, budget_bytes = problem.profile.resident_bytes, error.budget_bytes
     is_proved = isinstance(error, InfeasibleBudgetError)
+    op = None if not is_proved or problem.floor_op is None else problem.graph.ops[problem.floor_op]
     known = error.floor_bytes if isinstance(error, InfeasibleBudgetError) else error.best_peak_bytes
     enough = tried_budget(problem, max(known or 0, budget_bytes + 1), adviser.memory, seed)
     if enough is None:
@@ -117,13 +119,14 @@ def _advice(
         advice = (
             f"The weights, slots and data alone take {held}. {does} does: a plan was found for it."
         )
+    elif op is not None and op.phase == UPDATE:  # no smaller batch needs less
+        advice = f"{does} does, for which a plan was found."
     else:
         batch = min(batch_size - 1, int(batch_size * room / demand))
         smaller = f", or perhaps a batch of {batch} instead of {batch_size}" if batch >= 1 else ""
         advice = f"{does} does, for which a plan was found{smaller}."
     more = "More solver time may do, too."
     if is_proved:
-        op = None if problem.floor_op is None else problem.graph.ops[problem.floor_op]
         more = "" if op is None or adviser.device is None else adviser.device.floor_advice(op)
     return f"{advice} {more}".rstrip()
 

@@ -42,6 +42,7 @@ class StepCosts:
         self._fit, self._backend = fit, backend
         self._unmeasured: tuple[Costs, int] | None = None
         self._has_told_uncounted = False
+        self._put_back_at = -1  # after how many steps of the fit
 
     @decided_once
     def predict(self, problem: Problem, schedule: Schedule) -> Usage:
@@ -77,16 +78,21 @@ class StepCosts:
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 
+    @property
+    def is_to_be_put_back(self) -> bool:
+        """Returns whether the model's variables are put back before a planned step: Keras's own
+        steps came before it, and it finds them in other chunks of the pool then."""
+        is_due = self._fit.record.device.after_plain and self._put_back_at != self._fit.steps_run
+        return is_due and self._backend.memory.restores_after_plain
+
     def put_back(self, costs: Costs) -> Costs:
         """Returns a step's costs with what is resident once the model's variables lie where its
-        first planned step finds them: after Keras's own steps they are put back before that one,
-        into other chunks of the pool. Of a model of 4 MiB that was 1 MiB more."""
-        backend = self._backend
-        follows_plain, is_alone = self._fit.record.device.after_plain, backend.processes.count == 1
-        if not (backend.memory.restores_after_plain and follows_plain and is_alone):
+        first planned step finds them. Of a model of 4 MiB that was 1 MiB more."""
+        if not self.is_to_be_put_back or self._backend.processes.count > 1:
             return costs
-        backend.snapshot(self._fit.model)()
-        in_use = backend.device.in_use_bytes()
+        self._backend.snapshot(self._fit.model)()
+        self._put_back_at = self._fit.steps_run
+        in_use = self._backend.device.in_use_bytes()
         profile = replace(costs.problem.profile, resident_bytes=in_use)
         return replace(costs, problem=replace(costs.problem, profile=profile))
 

@@ -229,8 +229,7 @@ def _is_guarded(tools: Tools, shape: ShapeState) -> bool:
 
 def _is_restored(tools: Tools, shape: ShapeState) -> bool:
     """Returns whether the model's state is put back before the next step, if it is guarded."""
-    follows_plain = isinstance(shape, PlannedShape) and tools.fit.record.device.after_plain
-    return follows_plain and tools.backend.memory.restores_after_plain
+    return isinstance(shape, PlannedShape) and tools.costs.is_to_be_put_back
 
 
 def _is_timed(tools: Tools, shape: ShapeState) -> bool:

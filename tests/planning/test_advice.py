@@ -8,6 +8,7 @@ from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
 from random_models import advised
 from random_problems import mixed_problem
 
+from keras_remat.core.graph import UPDATE
 from keras_remat.core.limit import Limit
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning import advice
@@ -58,6 +59,16 @@ def test_a_smaller_batch_is_smaller_than_what_was_asked_for():
     error = InfeasibleBudgetError(PROBLEM.floor_bytes - 1, PROBLEM.floor_bytes, "conv")
     assert "a batch of 7 instead of 8" in str(refusal(error))
     assert "batch of" not in str(refusal(error, batch_size=1))
+
+
+def test_no_smaller_batch_is_advised_where_an_update_needs_too_much():
+    ops, at = PROBLEM.graph.ops, PROBLEM.floor_op
+    update = replace(ops[at], phase=UPDATE)
+    graph = replace(PROBLEM.graph, ops=(*ops[:at], update, *ops[at + 1 :]))
+    error = InfeasibleBudgetError(PROBLEM.floor_bytes - 1, PROBLEM.floor_bytes, update.name)
+    message = str(refusal(error, replace(PROBLEM, graph=graph)))
+    assert "batch of" not in message
+    assert advised(message)
 
 
 def test_nothing_is_tried_before_the_message_is_asked_for(monkeypatch):

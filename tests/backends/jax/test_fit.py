@@ -124,7 +124,8 @@ def test_recomputes_keeps_to_the_limit_and_says_how_it_knows(tight_run):
     assert remat.plan.predicted.peak_bytes == pytest.approx(
         remat.plan.measured.peak_bytes, rel=0.05
     )
-    assert [event.kind for event in remat.report.events] == ["risk", "measured"]
+    kinds = [event.kind for event in remat.report.events]
+    assert [kind for kind in kinds if kind != "enough"] == ["risk", "measured"]  # on any machine
     assert remat.report.baseline_source == "predicted"
     assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 4
     assert all(len(history[key]) == 4 for key in LOG_KEYS)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_remat.backends.tensorflow.memory.best_fit import ONEDNN_SMALL_BYTES
+from keras_remat.backends.tensorflow.memory.best_fit import ONEDNN_SMALL_BYTES, rounded
 from keras_remat.backends.tensorflow.memory.donated import abandon_donated, nbytes
 from keras_remat.backends.tensorflow.memory.exhausted import is_failed_launch
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
@@ -89,7 +89,22 @@ def _aligned_copy(values: np.ndarray) -> np.ndarray:
 
 def _refill(variable: tf.Variable, value: np.ndarray) -> None:
     """Copies ``value``, the bytes of a variable that holds nothing, to where the allocator puts it,
-    in a chunk of just its size."""
+    in a chunk of just its size.
+
+    A free chunk of less than twice the size goes as a whole. What is too much of it is held then
+    while the value is placed anew, beside it.
+    """
+    before = bytes_in_use()
+    _place(variable, value)
+    unused = bytes_in_use() - before - rounded(value.nbytes)
+    if unused >= ONEDNN_SMALL_BYTES:
+        _replace(variable, tf.zeros([0], variable.dtype))
+        held = tf.raw_ops.Empty(shape=[unused], dtype=tf.uint8)
+        _place(variable, value)
+        del held
+
+
+def _place(variable: tf.Variable, value: np.ndarray) -> None:
     host = tf.experimental.dlpack.from_dlpack(value.__dlpack__())  # shares the array's memory
     size = variable.dtype.size
     copy = tf.raw_ops.DeepCopy(x=host)

@@ -6,9 +6,10 @@ import pytest
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow.memory import variables as variables_module
+from keras_remat.backends.tensorflow.memory.best_fit import BestFitAllocator
 from keras_remat.backends.tensorflow.memory.donated import nbytes
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
-from keras_remat.units import KIB
+from keras_remat.units import KIB, MIB
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "uint8", "bool")
 on_cpu = pytest.mark.skipif(
@@ -74,6 +75,35 @@ def test_large_variables_come_back_to_the_pool():
     for _ in range(3):
         put_back()
         assert bytes_in_use() == used
+
+
+def test_a_chunk_that_is_larger_than_a_variable_is_split_for_it(monkeypatch):
+    """The rest of it is held while the variable is placed."""
+    pool, chunks = BestFitAllocator(region_bytes=15 * MIB), {}
+    for _ in range(2):
+        pool.allocate(4 * MIB)  # 7 are left, which a third request of 4 gets whole
+
+    def replace(variable, tensor):
+        pool.release(chunks.pop(id(variable), None))
+
+    class Held:
+        def __init__(self, shape, dtype):
+            self.chunk = pool.allocate(shape[0])
+
+        def __del__(self):
+            pool.release(self.chunk)
+
+    monkeypatch.setattr(variables_module, "_replace", replace)
+    monkeypatch.setattr(variables_module, "bytes_in_use", lambda: pool.bytes_in_use)
+    monkeypatch.setattr(
+        variables_module,
+        "_place",
+        lambda v, value: chunks.update({id(v): pool.allocate(value.nbytes)}),
+    )
+    monkeypatch.setattr(tf.raw_ops, "Empty", Held)
+    variable = tf.Variable(0.0)
+    variables_module._refill(variable, np.zeros(4 * MIB, np.uint8))
+    assert pool.bytes_in_use == 3 * 4 * MIB
 
 
 @on_cpu
