@@ -87,7 +87,7 @@ class MemoryModel(Protocol):
         self, problem: Problem, schedule: Schedule, deadline_s: float
     ) -> Schedule | None:
         """Returns a schedule that leaves fewer gaps between the values in memory, found by
-        ``deadline_s`` of ``time.perf_counter``; ``None`` where none is known."""
+        ``deadline_s`` of ``time.thread_time``; ``None`` where none is known."""
         return None
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
