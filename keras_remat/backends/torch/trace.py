@@ -37,10 +37,12 @@ from keras_remat.backends.torch.recorder import Recorder, Recording, Ref, Scalar
 from keras_remat.backends.torch.variables import (
     Places,
     attributes_kept,
+    gradient_bytes,
     optimizers_of,
     places_of,
     training_mode,
 )
+from keras_remat.core.graph import FORWARD
 from keras_remat.core.problem import Problem
 from keras_remat.errors import UnsupportedModelError
 
@@ -74,14 +76,16 @@ class TorchTracedStep(TracedStep):
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
         """Returns what Keras's own step needs: what was alive when its calls were recorded, and
         what their kernels take for themselves. A functional model keeps the outputs of all its
-        layers until its call ends, which a rematerialized step does not."""
+        layers until its call ends, which a rematerialized step does not. The gradients that a step
+        before has left on the weights are there until the backward phase."""
         if self.whole is not None:
             return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
         alive = self.program.recording.plain_bytes(self.device)
-        scratch = [0] * len(alive)
+        scratch, left = [0] * len(alive), gradient_bytes(self.places.own, self.device)
         for node in self.program.nodes:
             if node.call is not None:
                 own = problem.op_workspace_bytes[node.id]
+                own += left if self.graph.ops[node.id].phase == FORWARD else 0
                 scratch[node.call.at] = max(scratch[node.call.at], own)
         most = max((a + b for a, b in zip(alive, scratch, strict=True)), default=0)
         return problem.profile.resident_bytes + most

@@ -111,6 +111,27 @@ def test_gradients_that_a_plain_step_left_are_not_resident_under_a_plan():
     assert on.estimated_profile(traced, 0).resident_bytes == 0
 
 
+def test_gradients_that_a_plain_step_left_are_there_in_the_forward_phase_of_the_next():
+    layers = [keras.layers.Dense(512, "relu") for _ in range(6)]
+    model = keras.Sequential([keras.Input((512,)), *layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    on = load_backend()
+    data = on.example_batch(model, (np.ones((512, 512), "float32"), np.ones((512, 1), "float32")))
+    traced = on.trace(model, data)
+
+    def predicted():
+        profile = on.estimated_profile(traced, on.device.in_use_bytes())
+        return traced.plain_peak_bytes(keras_remat.Problem(traced.graph, profile), on.memory)
+
+    first = predicted()
+    model.make_train_function()
+    model.train_function([data])
+    gradients = sum(w.value.nbytes for w in model.trainable_weights)
+    assert predicted() == first + gradients
+    model.zero_grad()
+    assert predicted() == first
+
+
 def test_a_planned_step_takes_the_same_after_a_plain_one_and_its_copy_nothing():
     """The gradients that Keras's own step leaves are freed before a planned one; the copy for
     undoing a step is not the allocator's."""
