@@ -69,7 +69,9 @@ def stand_ins(monkeypatch):
     """Has the steps and the search of a fit stood in for, where it has such; searches are short,
     and nothing is measured that was not predicted."""
     monkeypatch.setattr(
-        sizes, "OPTIONS", replace(OPTIONS, most_search_s=SEARCH_S, first_margins=(0.0, 0.0))
+        sizes,
+        "OPTIONS",
+        replace(OPTIONS, most_search_s=SEARCH_S, first_margin=0.0, pool_margin=0.0),
     )
     real_step, real_search = driver._step, sizes._searched
 

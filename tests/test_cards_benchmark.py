@@ -1,9 +1,5 @@
 """The benchmark of cards demands what it says."""
 
-import keras
-import numpy as np
-import pytest
-
 MIB = 2**20
 
 
@@ -58,28 +54,3 @@ def test_peers_at_equal_bytes(benchmark_of):
     (more,) = cards.peer_failures([PEER | {"ours_moved": 9}])
     assert more == "unet on T4: 50% more bytes moved than XLA's own pass"
     assert "| 1.50 | 1.50 | 1.50 | 1.0 | 1.25 | 1.25 | 1.25 |" in cards.peer_line(PEER)
-
-
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="jax.checkpoint is JAX's")
-def test_checkpointed_parts_train(benchmark_of):
-    """Told nothing, they ran as in inference, and peers with batch normalization computed less."""
-    peers, told = benchmark_of("cards_peers"), []
-
-    class Tells(keras.layers.Layer):
-        def call(self, x, training=None):
-            told.append(training)
-            return x
-
-    inputs = x = keras.Input((2,))
-    for _ in range(5):
-        x = keras.layers.BatchNormalization()(Tells()(x))
-    model = keras.Model(inputs, x)
-    model.compile("sgd", "mse")
-    peers.checkpointed(model, 4, "nothing_saveable")
-    told.clear()
-    x = np.ones((2, 2), "float32")
-    model.fit(x, x, verbose=0)
-    assert True in told
-    assert None not in told
-    moved = [layer.moving_mean.numpy() for layer in model.layers if hasattr(layer, "moving_mean")]
-    assert np.all(moved[0] != 0)

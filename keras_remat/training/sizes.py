@@ -53,14 +53,12 @@ class SizeOptions:
     Args:
         search_steps, search_share: a search may take as long as so many steps of training, or this
             share of those that are left.
-        least_search_s, most_search_s: what it may take at least and at most, with the solves while
-            sizes are tried.
-        quick, late, trial_solves: the shares of the quick solver, the thorough one, those solves.
-        solve: what one of those may take.
-        least_profiled_steps: a plain step is recorded where so many are left: recording it, and
-            measuring it again, takes 8 to 20 of them.
-        first_margins: of a first larger batch, at least, and in a pool that grows, which plain
-            steps leave in pieces: MobileNetV2's took 2 % and 9.5 % over prediction.
+        least_search_s, most_search_s: of a search, with the solves while sizes are tried.
+        quick, late, trial_solves, solve: the shares of that for the quick solver, for the thorough
+            one, for the solves while sizes are tried, and for one of those.
+        least_profiled_steps: a plain step is recorded, which takes 8 to 20, where so many are left.
+        first_margin, pool_margin: of a first larger batch, at least; the second one in a pool that
+            plain steps leave in pieces. MobileNetV2's took 2 % and 9.5 % over prediction.
     """
 
     search_steps: int = 200
@@ -72,7 +70,8 @@ class SizeOptions:
     trial_solves: float = 0.3
     solve: float = 0.1
     least_profiled_steps: int = 100
-    first_margins: tuple[float, float] = 0.03, 0.1
+    first_margin: float = 0.03
+    pool_margin: float = 0.1
 
 
 OPTIONS = SizeOptions()
@@ -194,11 +193,12 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
         return _as_given(fit, record, tell.no_larger_batch(error))
     fit.event(*tell.searched(search))
     fit.report.max_batch_size = search.max_batch_size
+    in_pieces = backend.memory.restores_after_plain
     chooser = SizeChooser.after(
         backend,
         search,
         at_most=at_most,
-        first_margin=OPTIONS.first_margins[backend.memory.restores_after_plain],
+        first_margin=OPTIONS.pool_margin if in_pieces else OPTIONS.first_margin,
         trained=loader,
         solve_s=OPTIONS.solve * _search_s(fit, record) / search_work.OPTIONS.patience,
         work_s=OPTIONS.trial_solves * _search_s(fit, record) / search_work.OPTIONS.patience,
