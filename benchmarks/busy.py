@@ -1,17 +1,21 @@
-"""The largest batch that ``fit`` finds, alone and beside processes that keep the machine busy.
+"""What ``fit`` does on a busy machine: the largest batch, README's example and the quickstart.
 
-    python benchmarks/busy.py [--busy 0,4] [--allocators oneDNN,BFC] [--limit 200]
-                              [--json FILE.jsonl] [--output FILE.md] [--check]
+    python benchmarks/busy.py [--tasks max,readme,quickstart] [--busy 0,4] [--times 1]
+                              [--allocators oneDNN,BFC] [--limit 200] [--json FILE.jsonl]
+                              [--output FILE.md] [--check]
 
-MobileNetV2 of 64 pixels trains with ``batch_size="max"`` and no margin, in a process of its own for
-each allocator and number of busy processes, which multiply matrices until it is done. oneDNN is
-what TensorFlow has by default on newer x86-64 processors; BFC is the GPU's allocator over host
-memory, with TensorFlow's own kernels. Data are 640 images in batches of 16: an epoch keeps ten
-updates, so that 64 is the largest batch that is wanted. A row has the batch that training ends
-with, the highest peak of all steps, the seconds of the search, and the machine's load average at
-the end, in which whatever else runs counts, too. It is in the JSON file as soon
-as it is done, and is not measured again. ``--check`` exits with 1 where a step is over the limit,
-or the batch beside busy processes is more than five per cent off the one found alone.
+Every row is a process of its own, alone or beside processes that multiply matrices until it is
+done. ``max``: MobileNetV2 of 64 pixels trains with ``batch_size="max"`` and no margin. Data are 640
+images in batches of 16: an epoch keeps ten updates, so that 64 is the largest batch that is wanted.
+``readme`` and ``quickstart`` run what README's first code block and ``examples/quickstart.py`` say;
+the row is of their last ``fit``. oneDNN is what TensorFlow has by default on newer x86-64
+processors; BFC is the GPU's allocator over host memory, with TensorFlow's own kernels.
+
+A row has the batch that training ends with, the peak of the first step and of the highest, the
+seconds of the search and of set-up, and the machine's load average at the end, in which whatever
+else runs counts, too. It is in the JSON file as soon as it is done, and is not measured again.
+``--check`` exits with 1 where a step is over the limit, or where the batch beside busy processes is
+more than five per cent off the one found alone.
 """
 
 from __future__ import annotations
@@ -19,11 +23,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rows import (
     MIB,
@@ -51,22 +60,20 @@ ALLOCATORS = {
 _APART = 0.05
 _LOADER, _SAMPLES, _EPOCHS, _PIXELS = 16, 640, 3, 64
 _BUSY = "import numpy as np; a = np.ones((600, 600))\nwhile True: a @ a"
-_COLUMNS = (("load", ".1f"), ("batch", "d"), ("peak", "MiB"), ("over", "d"), ("search_s", ".0f"),
-            ("setup_s", ".0f"), ("seconds", ".0f"))  # fmt: skip
-_HEAD = ("allocator", "busy processes", "load", "batch", "highest peak MiB", "steps over the limit",
-         "search s", "set-up s", "fit s")  # fmt: skip
+_COLUMNS = (("load", ".1f"), ("batch", "d"), ("limit_bytes", "MiB"), ("first_peak", "MiB"),
+            ("peak", "MiB"), ("over", "d"), ("search_s", ".0f"), ("setup_s", ".0f"),
+            ("seconds", ".0f"))  # fmt: skip
+_HEAD = ("task", "allocator", "busy processes", "load", "batch", "limit MiB", "first peak",
+         "highest peak", "steps over the limit", "search s", "set-up s", "fit s")  # fmt: skip
+_ROOT = Path(__file__).parent.parent
 
 
-def _child(limit_mib: float) -> None:
-    import time
-
+def _max(limit_mib: float) -> None:
     import keras
     import numpy as np
-    from watch import StepWatch
 
     import keras_remat
 
-    keras_remat.enable_cpu_memory_stats()
     keras.utils.set_random_seed(0)
     model = keras.applications.MobileNetV2(
         weights=None, input_shape=(_PIXELS, _PIXELS, 3), classes=10
@@ -76,21 +83,57 @@ def _child(limit_mib: float) -> None:
     x = rng.random((_SAMPLES, _PIXELS, _PIXELS, 3), dtype=np.float32)
     y = rng.integers(0, 10, _SAMPLES).astype("int32")
     remat = keras_remat.RematAutotune(limit, "max", margin=0.0, verbose=0)
-    watch, began = StepWatch(watched_epoch=None, batch_bytes=None), time.perf_counter()
-    model.fit(x, y, batch_size=_LOADER, epochs=_EPOCHS, verbose=0, callbacks=[remat, watch])
-    report = remat.report
-    search = [event.message for event in report.events if "sizes tried in" in event.message]
-    row = {
+    model.fit(x, y, batch_size=_LOADER, epochs=_EPOCHS, verbose=0, callbacks=[remat])
+
+
+def _readme(limit_mib: float) -> None:
+    text = (_ROOT / "README.md").read_text(encoding="utf-8")
+    exec(text.split("```python\n")[1].split("```")[0], {})
+
+
+def _quickstart(limit_mib: float) -> None:
+    runpy.run_path(str(_ROOT / "examples" / "quickstart.py"))["main"]([])
+
+
+#: Task → what runs it, with the limit of the one that asks for it.
+TASKS = {"max": _max, "readme": _readme, "quickstart": _quickstart}
+
+
+def _child(task: str, limit_mib: float) -> None:
+    import keras
+    from watch import StepWatch
+
+    import keras_remat
+
+    keras_remat.enable_cpu_memory_stats()
+    fit, fits = keras.Model.fit, []
+
+    def watched(model: keras.Model, *data: Any, callbacks: list[Any], **options: Any) -> Any:
+        watch, began = StepWatch(watched_epoch=None, batch_bytes=None), time.perf_counter()
+        history = fit(model, *data, **options, callbacks=[*callbacks, watch])
+        fits.append((callbacks[0].report, watch.peaks, time.perf_counter() - began))
+        return history
+
+    with mock.patch.object(keras.Model, "fit", watched):
+        TASKS[task](limit_mib)
+    print(json.dumps(_row(*fits[-1])), flush=True)
+
+
+def _row(report: Any, peaks: list[int], seconds: float) -> dict[str, Any]:
+    texts = [event.message for event in report.events]
+    searches = [text.split("sizes tried in ")[1] for text in texts if "sizes tried in" in text]
+    return {
         "batch": report.batch_size,
-        "peak": max(watch.peaks),
-        "over": sum(peak > limit for peak in watch.peaks),
-        "search_s": float(search[0].split("sizes tried in ")[1].split(" s")[0]),
+        "limit_bytes": report.limit_bytes,
+        "first_peak": peaks[0],
+        "peak": max(peaks),
+        "over": sum(peak > report.limit_bytes for peak in peaks),
+        "search_s": float(searches[0].split(" s")[0]) if searches else None,
         "setup_s": report.setup_s,
-        "seconds": time.perf_counter() - began,
+        "seconds": seconds,
         "load": os.getloadavg()[0],
-        "events": [event.message for event in report.events],
+        "events": texts,
     }
-    print(json.dumps(row), flush=True)
 
 
 @contextmanager
@@ -107,11 +150,11 @@ def beside(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """Returns which bounds rows fail."""
-    alone = {row["allocator"]: row.get("batch", 0) for row in rows if not row["busy"]}
+    alone = {_kind(row): row.get("batch", 0) for row in rows if not row["busy"]}
     said = []
     for row in rows:
-        name, found = f"{row['allocator']} beside {row['busy']}", row.get("batch", 0)
-        expected = alone.get(row["allocator"], found)
+        name, found = f"{row['task']}, {row['allocator']} beside {row['busy']}", row.get("batch", 0)
+        expected = alone.get(_kind(row), found)
         if "error" in row:
             said.append(f"{name}: {row['error']}")
         elif row["over"]:
@@ -121,40 +164,49 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def _measure(allocator: str, busy: int, given: argparse.Namespace) -> dict[str, Any]:
-    row: dict[str, Any] = {"allocator": allocator, "busy": busy, "limit": given.limit}
-    words = ["--child", "--limit", given.limit]
+def _kind(row: dict[str, Any]) -> tuple[str, str]:
+    return row["task"], row["allocator"]
+
+
+def _measure(row: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    words = ["--child", row["task"], "--limit", given.limit]
     try:
-        with beside(busy):
-            row |= row_of("busy.py", *words, timeout_s=given.timeout, **ALLOCATORS[allocator])
+        with beside(row["busy"]):
+            told = row_of(
+                "busy.py", *words, timeout_s=given.timeout, **ALLOCATORS[row["allocator"]]
+            )
     except Failed as error:
         return row | {"error": str(error)}
-    keep(row, given.json)
-    return row
+    keep(row | told, given.json)
+    return row | told
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns 1 where ``--check`` finds a bound that fails."""
     parser = command_line(__doc__)
+    add_names(parser, "--tasks", tuple(TASKS))
     add_names(parser, "--allocators", tuple(ALLOCATORS))
     told = "numbers of busy processes, separated by commas (default 0,4)"
     parser.add_argument("--busy", default="0,4", metavar="N,N", help=told)
-    told = "memory limit (default 200)"
+    parser.add_argument("--times", type=int, default=1, metavar="N", help="each row (default 1)")
+    told = "memory limit of the task max (default 200)"
     parser.add_argument("--limit", type=float, default=200.0, metavar="MIB", help=told)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=tuple(TASKS), help=argparse.SUPPRESS)
     add_outcome(parser, limited="fit", tables="table is", numbers=", after every row")
     given = parser.parse_args(argv)
     if given.child:
-        _child(given.limit)
+        _child(given.child, given.limit)
         return 0
-    known = {(row["allocator"], row["busy"], row["limit"]): row for row in kept(given.json)}
+    asked = product(given.tasks, given.allocators, map(int, given.busy.split(",")),
+                    [given.limit], range(given.times))  # fmt: skip
+    names = ("task", "allocator", "busy", "limit", "turn")
+    known = {tuple(row[name] for name in names): row for row in kept(given.json)}
     report, rows = Report(), []
-    report.add(machine("tensorflow"), "", head(_HEAD, left=1))
-    for allocator in given.allocators:
-        for busy in map(int, given.busy.split(",")):
-            row = known.get((allocator, busy, given.limit)) or _measure(allocator, busy, given)
-            rows.append(row)
-            report.add(line_of([allocator, busy, *cells_of(row, _COLUMNS)]))
+    report.add(machine("tensorflow"), "", head(_HEAD, left=2))
+    for key in asked:
+        row = known.get(key) or _measure(dict(zip(names, key, strict=True)), given)
+        rows.append(row)
+        report.add(line_of([row["task"], row["allocator"], row["busy"], *cells_of(row, _COLUMNS)]))
     report.write(given.output)
     return failed(failures(rows), given.check)
 

@@ -9,19 +9,22 @@ def busy(benchmark_of):
 
 
 def row(count, batch, over=0, **more):
-    return {"allocator": "BFC", "busy": count, "batch": batch, "over": over, **more}
+    return {"task": "max", "allocator": "BFC", "busy": count, "batch": batch, "over": over, **more}
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
         ([row(0, 60), row(4, 57), row(8, 63)], []),
-        ([row(0, 60), row(4, 56)], ["BFC beside 4: a batch of 56, and 60 alone"]),
-        ([row(0, 60, over=2)], ["BFC beside 0: 2 steps over the limit"]),
+        ([row(0, 60), row(4, 56)], ["max, BFC beside 4: a batch of 56, and 60 alone"]),
+        ([row(0, 60, over=2)], ["max, BFC beside 0: 2 steps over the limit"]),
         ([row(4, 20)], []),
         (
-            [row(0, 60), {"allocator": "BFC", "busy": 4, "error": "not done after 9 s"}],
-            ["BFC beside 4: not done after 9 s"],
+            [
+                row(0, 60),
+                row(4, None, error="not done after 9 s"),
+            ],
+            ["max, BFC beside 4: not done after 9 s"],
         ),
     ],
 )
