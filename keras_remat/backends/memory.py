@@ -60,6 +60,11 @@ class DeviceMemory(Protocol):
         """Returns what makes an op need less on this device; empty where nothing is known to."""
 
 
+def is_on_host(device: DeviceMemory) -> bool:
+    """Returns whether a device's memory is the host's, which holds the data, too."""
+    return device.name.upper().startswith("CPU")
+
+
 class MemoryModel(Protocol):
     """Predicts the peak that the device will show for a schedule; what is said here holds where a
     model knows no better."""

@@ -26,6 +26,7 @@ from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.step_scaling import step_scaling
 from keras_remat.batch_size.trials import SizeRunner, verified_search
 from keras_remat.checks import check_seconds, is_number
+from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 from keras_remat.errors import (
     InfeasibleBudgetError,
@@ -57,8 +58,6 @@ class FindOptions:
             clock leaves it, however long tracing took.
         quick: of that, what the quick solver gets. The thorough solver gets the rest.
         running: of the thorough search's time, what is kept for running a size at most.
-        first_step: a first step, with its compilation, takes about so many times the predicted
-            seconds.
         solve: of the limit, what one solve afterwards may take.
         first_search: of the limit, what a search for a size to learn from may take.
     """
@@ -67,7 +66,6 @@ class FindOptions:
     least_clock: float = 0.3
     quick: float = 0.25
     running: float = 0.9
-    first_step: float = 2.5
     solve: float = 0.1
     first_search: float = 0.1
 
@@ -180,13 +178,14 @@ def _searched(
     step: TracedModel,
     scaling: Scaling,
     bounds: _Bounds,
-    traced_s: float | None = None,
+    runner: SizeRunner | None = None,
+    known: tuple[int, Schedule] | None = None,
 ) -> BatchSearch:
     """Returns what a search by prediction finds.
 
     Args:
-        traced_s: what tracing and measuring the step took, where sizes run afterwards: that takes
-            time of the limit, too.
+        runner: runs sizes afterwards, which takes time of the limit, too; ``None`` where none do.
+        known: see :func:`~keras_remat.batch_size.search.search_batch_size`.
     """
     now_s, limit_s, parts = time.perf_counter(), bounds.time_limit_s, bounds.parts
     deadline_s = max(bounds.started_s + limit_s, now_s + _OPTIONS.least_clock * limit_s)
@@ -194,9 +193,9 @@ def _searched(
     late_s = (1 - _OPTIONS.quick) * search_s
 
     def running_s(plan: Plan) -> float:
-        """Estimates how long a trial of one batch size takes: trace, solve, first step."""
-        trace_s = traced_s or 0.0
-        return min(_OPTIONS.running * late_s, trace_s + _OPTIONS.first_step * plan.predicted.time_s)
+        """Estimates how long a trial of one batch size takes."""
+        trial_s = 0.0 if runner is None else runner.expected_s(plan)
+        return min(_OPTIONS.running * late_s, trial_s)
 
     # what cannot be met is one sample, or one for each slice
     with advising(scaling.at(parts), step.limit, parts, backend, seed=bounds.seed):
@@ -209,10 +208,11 @@ def _searched(
             time_limit_s=_OPTIONS.quick * search_s,
             late_solver="auto",
             late_time_limit_s=late_s,
-            afterwards_s=None if traced_s is None else running_s,
+            afterwards_s=None if runner is None else running_s,
             deadline_s=deadline_s,
             multiple=parts,
             seed=bounds.seed,
+            known=known,
         )
     spent_s = time.perf_counter() - bounds.started_s
     return replace(search, search_time_s=spent_s, time_limit_s=limit_s)
@@ -220,11 +220,12 @@ def _searched(
 
 def _learn_of_larger(
     backend: Backend, step: TracedModel, scaling: Scaling, runner: SizeRunner, bounds: _Bounds
-) -> None:
+) -> tuple[int, Schedule] | None:
     """Trains a size that a first, short search finds, where what kernels take there can be
-    recorded: the search in earnest is then no guess from a few samples."""
+    recorded: the search in earnest is then no guess from a few samples. Returns size and order;
+    ``None`` where nothing ran."""
     if not runner.learns:
-        return
+        return None
     try:
         found = search_batch_size(
             scaling,
@@ -240,10 +241,12 @@ def _learn_of_larger(
         size, plan = found.max_batch_size, found.plan
         if runner.graph(size).has_ops_of(scaling.at(size).graph):
             runner(size, plan)
+            return size // bounds.parts, plan.solution.schedule
     except (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError) as error:
         logger.debug(
             "keras_remat: no first look at larger batches: %s", statement_of(error)
         )  # told later
+    return None
 
 
 def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -> BatchSearch:
@@ -254,10 +257,10 @@ def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
     slicing, scaling = step.traced.slicing, step_scaling(backend, model, step)
-    traced_s = time.perf_counter() - bounds.started_s
     runner = SizeRunner(backend, model, step.batch, slicing, scaling)
-    _learn_of_larger(backend, step, scaling, runner, bounds)
-    search = _searched(backend, step, scaling, bounds, traced_s)
+    runner.traced_s = time.perf_counter() - bounds.started_s
+    known = _learn_of_larger(backend, step, scaling, runner, bounds)
+    search = _searched(backend, step, scaling, bounds, runner, known)
     chooser = bounds.chooser(backend, search)
     found = verified_search(search, scaling, chooser, step.limit, runner, runner.graph)
     return found.naming(slicing=slicing)

@@ -81,6 +81,7 @@ def search_batch_size(
     deadline_s: float = math.inf,
     multiple: int = 1,
     seed: int = 0,
+    known: tuple[int, Schedule] | None = None,
 ) -> BatchSearch:
     """Searches the largest batch for which some schedule fits.
 
@@ -93,13 +94,12 @@ def search_batch_size(
         solver: a quick one, asked at many sizes.
         time_limit_s: seconds in which sizes are tried after the first ones, which are sure; a third
             of it is counted work, and no solve gets more than a quarter of that.
-        late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached;
-            ``None`` for none.
+        late_solver: a thorough one, asked above what ``solver`` reached; ``None`` for none.
         late_time_limit_s: seconds for that and for steps from known orders, on top of what is left.
         afterwards_s: seconds to leave until the deadline, by the plan found; ``None`` for none.
         deadline_s: by ``time.perf_counter``, for what comes after the first sizes.
-        multiple: every size is a multiple of it: see
-            :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
+        multiple: every size is a multiple of it, because so many devices or slices divide it.
+        known: an order found by other costs, after the size over ``multiple`` that it reached.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -119,7 +119,7 @@ def search_batch_size(
         SearchWork(quick_s, quick_deadline_s, sure_solves=OPTIONS.sure_solves),
     )
     solve_s = OPTIONS.solve * quick_s
-    search.begin(min(start // multiple, search.at_most), solver, solve_s)
+    search.begin(min(start // multiple, search.at_most), solver, solve_s, known)
     search.bisect(solver, solve_s, try_again=late_solver is None)
     if late_solver is not None:
         search.afterwards_s = afterwards_s
@@ -162,13 +162,20 @@ class SizeSearch:
         self.fragmentation_ratios = deque([1.0], OPTIONS.remembered_ratios)
         self.fragmentation_ratio = 1.0
 
-    def begin(self, size: int, solver: str, solve_s: float) -> None:
-        """Finds a first size that fits, at ``size`` or below.
+    def begin(
+        self, size: int, solver: str, solve_s: float, known: tuple[int, Schedule] | None = None
+    ) -> None:
+        """Finds a first size that fits, at ``size`` or below, or what a known order reaches.
+
+        Args:
+            known: the size that the order was made for, and the order.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
         """
         self.plain = self.largest_fitting(Schedule.store_all(self._problem_at(size).graph), size)
+        if known is not None:
+            self.largest_fitting(known[1], known[0], self.largest + 1)
         while not self.largest and not self.solve_at(size, solver, solve_s):
             if size == 1 and self.failure is not None:
                 raise self.failure
@@ -398,7 +405,7 @@ class SizeSearch:
             downwards: whether sizes below it will do where it is out of reach.
         """
         for order in orders:
-            size = max(first, self.largest)
+            size = self.largest or first
             if (downwards and not self.largest) or self.fits(order, size):
                 self.largest_fitting(order, size)
 

@@ -118,9 +118,12 @@ class SizeChooser:
             self.seed,
             SearchWork(self.work_s, self.deadline_s, of_solves=True),
         )
-        first = sizes[0] if self.trained else sizes[-1]
+        # an order that recomputes too much at few samples may do at the size it was found for
+        is_first = not (self.trained and self.runs)
+        predicted = min(self.predicted // self.multiple, sizes[-1])
+        first = max(sizes[0], predicted) if is_first else sizes[0]
         store_all = Schedule.store_all(scaling.at(self.multiple).graph)
-        search.best_of([*reversed(orders), store_all], first, downwards=not self.trained)
+        search.best_of([*reversed(orders), store_all], first, downwards=is_first)
         solves = 0
         while True:
             facts = chooser._facts(search.largest, solves)

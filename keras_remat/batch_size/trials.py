@@ -23,6 +23,7 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, RunStep, TracedStep, preserved_state
 from keras_remat.backends.batches import repeated_batch
+from keras_remat.backends.memory import is_on_host
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, SizeTrial, is_allowed
 from keras_remat.batch_size.scaling import Scaling, traced_at
@@ -31,6 +32,7 @@ from keras_remat.batch_size.step_scaling import in_slices
 from keras_remat.core.graph import Graph
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.slices import Slicing
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
@@ -42,7 +44,10 @@ from keras_remat.planning.request import PlanRequest, plan_for
 #: (``benchmarks/step_memory.py --backend torch``, ``benchmarks/gpu_models.py``).
 _OTHER_KERNELS = 0.01
 #: Steps that are recorded then: on a GPU the first one tells memory, and the second one times.
-_RECORDED_STEPS = 2
+_RECORDED_ON_CPU, _RECORDED_ON_GPU = 1, 2
+#: A first step, with what is compiled or tuned in it, and a second one take about so many times the
+#: predicted seconds.
+_TWO_STEPS = 2.5
 
 #: Trains a size under a plan; what a step takes, or ``None`` when the device ran out of memory.
 Train = Callable[[int, Plan], Usage | None]
@@ -55,6 +60,9 @@ class SizeRunner:
     Args:
         slicing: which ops run in slices.
         scaling: learns what the ops take at a size whose prediction was off; ``None`` for nobody.
+
+    Attributes:
+        traced_s: seconds that tracing takes: what it took for the newest size.
     """
 
     def __init__(
@@ -68,13 +76,16 @@ class SizeRunner:
         self._backend, self._model, self._batch = backend, model, batch
         self._slicing, self._scaling = slicing, scaling
         self._traced: tuple[int, TracedStep] | None = None  # of the newest size
+        self.traced_s = 0.0
 
     def _trace(self, size: int) -> TracedStep:
         if self._traced is None or self._traced[0] != size:
             self._traced = None
             gc.collect()  # the step before is in reference cycles
+            began_s = time.perf_counter()
             whole = traced_at(self._backend, self._model, self._batch, size)
             self._traced = size, in_slices(whole, self._slicing)
+            self.traced_s = time.perf_counter() - began_s
         return self._traced[1]
 
     def graph(self, size: int) -> Graph:
@@ -86,32 +97,53 @@ class SizeRunner:
         return self._trace(size).graph
 
     def __call__(self, size: int, plan: Plan) -> Usage | None:
-        """Trains two or three steps of a size and returns what the last took; ``None`` when the
-        device ran out of memory. The first call of a step autotunes: of its peak is only asked
-        whether the others are to be recorded."""
+        """Trains a size and returns what a step takes; ``None`` when the device ran out of
+        memory."""
         backend, traced = self._backend, self._trace(size)
         known = plan.problem
         if known is None:
             raise ValueError("a plan that was loaded tells no costs: plan anew")
         problem = replace(known, graph=traced.graph, budget_bytes=plan.budget_bytes)
+        schedule = plan.solution.schedule
         try:
             with preserved_state(backend, self._model) as put_back:
                 if backend.memory.order_matters:
                     put_back()  # the peak depends on what ran before
                 batch = repeated_batch(self._batch, size)
-                run = backend.lower(traced, problem, plan.solution.schedule)
-                _, usage = backend.measure(lambda: run(batch))
-                if self._runs_other_kernels(problem, plan.solution.schedule, usage):
-                    problem, usage = self._recorded(size, traced, problem, run, batch)
-                else:
-                    _, usage = backend.measure(lambda: run(batch))
+                run = backend.lower(traced, problem, schedule)
+                profile, usage = self._measured(problem, schedule, run, batch)
         except Exception as error:
             if not backend.is_out_of_memory(error):
                 raise
             return None
+        if profile is not None and self._runs_other_kernels(problem, schedule, usage):
+            problem = self._learnt(size, traced, replace(problem, profile=profile))
         if backend.device.has_statistics:
-            backend.memory.observe(problem, plan.solution.schedule, usage.peak_bytes)
+            backend.memory.observe(problem, schedule, usage.peak_bytes)
         return usage
+
+    def expected_s(self, plan: Plan) -> float:
+        """Estimates how long a trial of one batch size takes."""
+        return self.traced_s + (1.0 if self._tells_at_once else _TWO_STEPS) * plan.predicted.time_s
+
+    def _measured(
+        self, problem: Problem, schedule: Schedule, run: RunStep, batch: Any
+    ) -> tuple[Profile | None, Usage]:
+        """Returns what a step's ops take, where they were recorded, and what the step takes. Where
+        the first call of a step tunes kernels, of its peak is only asked whether others are to be
+        recorded."""
+        backend = self._backend
+        _, usage = backend.measure(lambda: run(batch))
+        if self._runs_other_kernels(problem, schedule, usage):
+            steps = _RECORDED_ON_CPU if is_on_host(backend.device) else _RECORDED_ON_GPU
+            return self._recorded(steps, problem.profile.resident_bytes, run, batch)
+        return None, usage if self._tells_at_once else backend.measure(lambda: run(batch))[1]
+
+    @property
+    def _tells_at_once(self) -> bool:
+        """Returns whether the first call of a step is like later ones: no kernel is tuned, and what
+        steps before left free does not matter."""
+        return self.learns and is_on_host(self._backend.device)
 
     @property
     def learns(self) -> bool:
@@ -129,26 +161,27 @@ class SizeRunner:
         return abs(usage.peak_bytes - predicted) > _OTHER_KERNELS * predicted
 
     def _recorded(
-        self, size: int, traced: TracedStep, problem: Problem, run: RunStep, batch: Any
-    ) -> tuple[Problem, Usage]:
-        """Returns what a step's ops take by a recording, and what the step takes, and lets the
-        scaling know; what was known of the ops where the profiler is busy."""
+        self, steps: int, resident_bytes: int, run: RunStep, batch: Any
+    ) -> tuple[Profile | None, Usage]:
+        """Returns what a step's ops take by a recording, and what the step takes; ``None`` for the
+        former where the profiler is busy."""
         backend, profile = self._backend, None
         recorder = backend.recorder()
         is_recording = recorder.start()
         try:
-            for _ in range(_RECORDED_STEPS if is_recording else 1):
+            for _ in range(steps if is_recording else 1):
                 _, usage = backend.measure(lambda: run(batch))
         finally:  # a profiler session must not outlive a step that raised
             if is_recording:
-                profile = recorder.stop(run, problem.profile.resident_bytes)
-        if profile is None:
-            return problem, usage
-        problem = replace(problem, profile=profile)
+                profile = recorder.stop(run, resident_bytes)
+        return profile, usage
+
+    def _learnt(self, size: int, traced: TracedStep, problem: Problem) -> Problem:
+        """Returns a size's problem as it was recorded, of which the scaling knows then."""
         if self._scaling is not None:
             whole = problem if traced.whole is None else traced.whole.problem(problem)
             self._scaling.whole.learn(size, whole)
-        return problem, usage
+        return problem
 
 
 def verified_search(

@@ -11,7 +11,13 @@ from typing import Any, Self
 import keras
 import numpy as np
 
-from keras_remat.backends.batches import batch_size_of, leaves_of, sliced, uneven_shape
+from keras_remat.backends.batches import (
+    batch_bytes,
+    batch_size_of,
+    leaves_of,
+    sliced,
+    uneven_shape,
+)
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -109,6 +115,16 @@ class HeldBatches:
             others = replace(self, batches=tuple(left), samples=self.samples - size)
             joined = taken[0] if len(taken) == 1 else keras.tree.map_structure(_joined, *taken)
             return joined, others
+
+
+def bytes_beside(batch: Any) -> int:
+    """Returns the bytes of the host's memory that lie beside a step of joined batches: of the
+    loader's newest batch, and of what was cut off it. A part of one of NumPy's arrays, and of one
+    of PyTorch's tensors, shares the memory of the whole; one of another framework's may be a
+    copy."""
+    shares = keras.backend.backend() == "torch"
+    copies = [one for one in leaves_of(batch) if not shares and not isinstance(one, np.ndarray)]
+    return batch_bytes(batch) + batch_bytes(copies)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -20,7 +20,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from keras_remat.backends.batches import batch_bytes, batch_size_of
+from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size import search_work
 from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import graph_at
@@ -41,6 +41,7 @@ from keras_remat.training.batches import Due, divisible
 from keras_remat.training.contest import compared
 from keras_remat.training.decide import Phase
 from keras_remat.training.fit_state import FitState
+from keras_remat.training.grouping import bytes_beside
 from keras_remat.training.record import COMPARED_STEPS, FitRecord, SizesRecord
 from keras_remat.training.shape_state import PriorPlans, StepConstraints
 from keras_remat.training.tools import running_tools
@@ -272,10 +273,9 @@ def _limit(fit: FitState, record: FitRecord) -> Limit:
 
 
 def _bytes_held_beside(fit: FitState, batch: Any) -> int:
-    """Returns what lies in the device's memory beside a step of joined batches: where that is the
-    host's, the loader's newest batch and what was cut off it."""
+    """Returns what lies beside a step of joined batches in the device's memory."""
     tools = running_tools(fit)
-    return 0 if tools.on_gpu else 2 * batch_bytes(batch) // tools.backend.batch_multiple
+    return 0 if tools.on_gpu else bytes_beside(batch) // tools.backend.batch_multiple
 
 
 def _search_s(fit: FitState, record: FitRecord) -> float:

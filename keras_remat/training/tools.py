@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from keras_remat.backends.base import Backend
+from keras_remat.backends.memory import is_on_host
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Usage
 from keras_remat.training.arguments import FitOptions
@@ -57,7 +58,7 @@ class Tools:
     @property
     def on_gpu(self) -> bool:
         """Returns whether the steps run on another device than the host, which holds the data."""
-        return not self.backend.device.name.upper().startswith("CPU")
+        return not is_on_host(self.backend.device)
 
     def plain_fits(self, predicted_bytes: int) -> bool:
         """Returns whether Keras's own step may run, which is predicted to need so many bytes."""

@@ -85,7 +85,7 @@ def test_what_was_tried_before_the_search_takes_no_time_of_what_runs_after_it(mo
     monkeypatch.setattr(find, "search_batch_size", searched)
     found_on(FakeBackend(), monkeypatch, time_limit_s=1e3, max_overhead=0.0)
     ((kept_s, step_s),) = kept
-    assert kept_s == pytest.approx(2.5 * step_s)
+    assert kept_s == pytest.approx(step_s), "one step tells"
 
 
 @pytest.mark.parametrize("bound", [True, -1, "none", float("nan"), [1]])

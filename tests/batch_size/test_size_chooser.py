@@ -1,11 +1,13 @@
 """The driver of the size rule: what ran decides about the next size, and its order."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
 
+from keras_remat.batch_size.found import is_allowed
 from keras_remat.batch_size.size_chooser import MOST_SIZES, SizeChooser
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.limit import Limit
@@ -142,6 +144,23 @@ def test_where_the_work_is_done_known_orders_are_all_there_is():
         for more in ({}, {"work_s": 0.0})
     )
     assert solved.trained > unsolved.trained == 100
+
+
+def test_an_order_that_recomputes_too_much_at_few_samples_is_known_where_it_reaches():
+    """SegNet's fit on PyTorch began with 38 samples, where its search had found 80."""
+
+    class CheapForwardOps(Scaling):
+        def at(self, size):
+            problem = chain_problem(size)
+            times = (1.0,) * 8 + (size / 50,) * 8
+            return replace(problem, profile=replace(problem.profile, op_time_s=times))
+
+    limit, scaling = store_all_peak(60), CheapForwardOps()
+    order = quick_plan(chain_problem(90), limit).solution.schedule
+    assert not is_allowed(scaling.at(5), simulate(scaling.at(5), order).time_s, 0.2)
+    chooser = chooser_of(90, orders=[order], trained=4, max_overhead=0.2, work_s=0.0)
+    _, (size, _) = chooser.choose(scaling, Limit(limit))
+    assert size >= 90
 
 
 def test_the_order_that_ran_last_is_known_even_where_it_was_made_anew():

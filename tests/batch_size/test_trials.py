@@ -224,13 +224,22 @@ class Switching(FakeBackend):
         return profile and replace(profile, op_workspace_bytes=(self.scratch(size),) * count)
 
 
-@pytest.mark.parametrize(("profiler", "sizes"), [("free", {40, 120}), ("busy", {40})])
-def test_a_size_whose_kernels_are_others_is_recorded(monkeypatch, profiler, sizes):
-    """Where the user's own profiler runs, what was measured above the prediction has to do."""
+@pytest.mark.parametrize(
+    ("device", "profiler", "sizes", "counts"),
+    [
+        ("GPU:0", "free", {40, 120}, (2, 3)),
+        ("GPU:0", "busy", {40}, (2, 2)),
+        ("CPU:0", "free", {40, 120}, (1, 2)),
+        ("CPU:0", "busy", {40}, (1, 2)),
+    ],
+)
+def test_a_size_whose_kernels_are_others_is_recorded(monkeypatch, device, profiler, sizes, counts):
+    """Where the user's own profiler runs, what was measured above the prediction has to do. A step
+    may take seconds: none runs whose numbers are known."""
     monkeypatch.setattr(
         "keras_remat.batch_size.trials.repeated_batch", lambda batch, size: batch_of(0, size)
     )
-    backend, scaling = Switching(profiler=profiler), scaling_of()
+    backend, scaling = Switching(profiler=profiler, device_name=device), scaling_of()
     scaling.learn(40, chain_problem(40, source="measured"))
     runner = SizeRunner(backend, None, batch_of(0, 40), scaling=scaling)
     steps, measure = [], backend.measure
@@ -238,7 +247,7 @@ def test_a_size_whose_kernels_are_others_is_recorded(monkeypatch, profiler, size
     for size in (60, 120):
         plan = quick_plan(chain_problem(size), store_all_peak(size), backend)
         assert runner(size, plan).peak_bytes == store_all_peak(size) + backend.scratch(size)
-    assert steps == [60, 60, 120, 120, *[120] * (profiler == "free")], "of seconds each"
+    assert steps == [60] * counts[0] + [120] * counts[1]
     assert set(scaling.fit.sizes if scaling.fit else {40}) == sizes
     problem = scaling.at(120)
     predicted = backend.memory.peak_bytes(problem, Schedule.store_all(problem.graph))

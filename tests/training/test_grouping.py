@@ -9,7 +9,7 @@ import pytest
 
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.training.grouping import HeldBatches
+from keras_remat.training.grouping import HeldBatches, bytes_beside
 
 
 def batch_of(first, size):
@@ -148,6 +148,18 @@ class InTwoParts:
 
     def __array__(self, dtype=None, copy=None):
         return np.concatenate(np.split(self.whole, 2))
+
+
+def test_what_is_cut_off_a_batch_lies_beside_a_step_where_it_is_a_copy():
+    """MobileNet's largest batch in ``fit`` on PyTorch was a sample short for the loader's batch,
+    which was counted twice."""
+    images, classes = np.zeros((6, 8), np.float32), np.zeros(6, np.int32)
+    as_they_are = (images, classes, None)
+    assert bytes_beside(as_they_are) == images.nbytes + classes.nbytes
+    tensors = keras.tree.map_structure(keras.ops.convert_to_tensor, (images, classes))
+    (cut,), kept = HeldBatches().adding((tensors[0],)).taking(4)[1].batches[0], tensors[0]
+    is_copy = not np.shares_memory(np.asarray(cut), np.asarray(kept))
+    assert bytes_beside(tensors) >= (1 + is_copy) * (images.nbytes + classes.nbytes)
 
 
 def test_divided_arrays_are_joined_in_the_order_of_their_samples():

@@ -185,7 +185,7 @@ def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch
     assert report.max_batch_size == LOADER
     told = [event.message for event in report.events if event.kind == "search"]
     assert "No larger batch" in told[-1]
-    assert format_bytes(limit - 2 * batch_bytes(batch_of(0, LOADER))) in told[-1]
+    assert format_bytes(limit - batch_bytes(batch_of(0, LOADER))) in told[-1]
 
 
 def test_a_plan_that_recomputes_more_than_the_search_allowed_is_an_event(monkeypatch):
