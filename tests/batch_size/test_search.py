@@ -89,6 +89,19 @@ def test_plan_of_the_search_is_for_the_found_size():
     assert str(found.max_batch_size) in str(found)
 
 
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_a_search_that_knows_an_order_begins_where_it_reaches(multiple):
+    """A second search by better costs made the solves of the first one again."""
+    first = search(store_all_peak(40), start=4, multiple=multiple)
+    order = first.plan.solution.schedule
+    known = first.max_batch_size // multiple, order
+    again = search(store_all_peak(40), start=4, multiple=multiple, known=known)
+    assert again.max_batch_size >= first.max_batch_size > first.plain_batch_size
+    sizes = [probe.batch_size for probe in again.probes]
+    assert sizes[:2] == [first.plain_batch_size, first.max_batch_size]
+    assert len(sizes) < len(first.probes)
+
+
 def test_the_fastest_size_is_the_best_of_the_probes():
     found = search(store_all_peak(40))
     best = max(found.probes, key=lambda p: p.samples_per_s)
