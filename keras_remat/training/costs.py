@@ -71,10 +71,12 @@ class StepCosts:
             (in_use,) = self._backend.processes.most(in_use)
         profile = self._backend.estimated_profile(traced, in_use)
         for costs in known.costs[:1] if micro_batches == 1 else ():
-            seen = transfer_costs(costs, traced.graph, profile.op_workspace_bytes).profile
-            profile = replace(
-                profile, op_time_s=seen.op_time_s, op_workspace_bytes=seen.op_workspace_bytes
-            )
+            expected = profile.op_workspace_bytes
+            seen = transfer_costs(costs, traced.graph, expected).profile
+            held = seen.op_workspace_bytes
+            if not self._backend.memory.order_matters:  # another size's kernel may take none
+                held = tuple(known or here for known, here in zip(held, expected, strict=True))
+            profile = replace(profile, op_time_s=seen.op_time_s, op_workspace_bytes=held)
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 

@@ -1,9 +1,11 @@
 """Which batch size a fit finds: the fastest by steps that train, the largest by a real search."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from fake_backend import (
+    SAMPLE_BYTES,
     FakeBackend,
     batch_of,
     event_kinds,
@@ -186,6 +188,44 @@ def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch
     told = [event.message for event in report.events if event.kind == "search"]
     assert "No larger batch" in told[-1]
     assert format_bytes(limit - batch_bytes(batch_of(0, LOADER))) in told[-1]
+
+
+class Switching(FakeBackend):
+    """Kernels that take as much for themselves as an output has, from twice the loader's samples
+    on. Shapes tell."""
+
+    def __init__(self):
+        super().__init__(surplus_bytes=lambda what, size: self.scratch(size))
+        self.peaks = []
+
+    @staticmethod
+    def scratch(size):
+        return SAMPLE_BYTES * size if size >= 2 * LOADER else 0
+
+    def _with_scratch(self, profile, graph):
+        scratch = self.scratch(graph.values[0].nbytes // SAMPLE_BYTES)
+        return replace(profile, op_workspace_bytes=(scratch,) * len(graph.ops))
+
+    def estimated_profile(self, traced, resident_bytes=None):
+        return self._with_scratch(super().estimated_profile(traced, resident_bytes), traced.graph)
+
+    def _stop_recording(self, lowered, resident_bytes):
+        profile = super()._stop_recording(lowered, resident_bytes)
+        return self._with_scratch(profile, lowered.problem.graph)
+
+    def measure(self, run, *, wait=True):
+        result, usage = super().measure(run, wait=wait)
+        self.peaks.append(usage.peak_bytes)
+        return result, usage
+
+
+def test_a_larger_size_whose_kernels_are_others_keeps_to_the_limit_from_its_first_step_on():
+    """MobileNet's first 22 samples took 108 MiB on PyTorch, where the limit was 105."""
+    backend, limit = Switching(), store_all_peak(4 * LOADER)
+    trainer, report = on_tuner(backend, "max", limit)
+    epoch(trainer, batches=400)
+    assert report.batch_size >= 3 * LOADER
+    assert max(backend.peaks) <= limit
 
 
 def test_a_plan_that_recomputes_more_than_the_search_allowed_is_an_event(monkeypatch):
