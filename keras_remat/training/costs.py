@@ -74,8 +74,8 @@ class StepCosts:
             expected = profile.op_workspace_bytes
             seen = transfer_costs(costs, traced.graph, expected).profile
             held = seen.op_workspace_bytes
-            if not self._backend.memory.order_matters:  # another size's kernel may take none
-                held = tuple(known or here for known, here in zip(held, expected, strict=True))
+            if not self._backend.memory.order_matters:  # kernels of other sizes may take less
+                held = tuple(map(max, held, expected))
             profile = replace(profile, op_time_s=seen.op_time_s, op_workspace_bytes=held)
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)

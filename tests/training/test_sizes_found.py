@@ -200,7 +200,7 @@ class Switching(FakeBackend):
 
     @staticmethod
     def scratch(size):
-        return SAMPLE_BYTES * size if size >= 2 * LOADER else 0
+        return SAMPLE_BYTES * size if size >= 2 * LOADER else size
 
     def _with_scratch(self, profile, graph):
         scratch = self.scratch(graph.values[0].nbytes // SAMPLE_BYTES)
