@@ -173,7 +173,7 @@ class CpuDevice(Device):
         return held + self._batch_bytes
 
     def note_batch(self, batch: Any) -> None:
-        """Takes a batch for what is in use, before a step trains it."""
+        """Takes a batch for the one that is in use, before a step trains it."""
         self._batch_bytes = batch_bytes(batch)
 
     def peak_bytes(self) -> int:

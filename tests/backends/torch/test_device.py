@@ -12,6 +12,7 @@ import torch_models as models
 import keras_remat
 from keras_remat.backends import keras_private
 from keras_remat.backends.base import load_backend
+from keras_remat.backends.batches import batch_bytes, repeated_batch
 from keras_remat.backends.torch import device as devices
 from keras_remat.backends.torch import private
 from keras_remat.backends.torch.device import CpuDevice, CudaDevice, is_out_of_memory
@@ -109,6 +110,19 @@ def test_gradients_that_a_plain_step_left_are_not_resident_under_a_plan():
     assert on.device.in_use_bytes() == before + gradients
     assert on.estimated_profile(traced, on.device.in_use_bytes()).resident_bytes == before
     assert on.estimated_profile(traced, 0).resident_bytes == 0
+
+
+def test_a_batch_that_is_traced_is_in_use_before_it_trains_and_one_that_is_asked_about_is_not():
+    """The first step of a larger batch in ``fit`` was planned with the bytes of a smaller one."""
+    model, batch = models.CASES["sgd"]()
+    on = load_backend()
+    data = on.example_batch(model, batch)
+    on.trace(model, data)
+    before, samples = on.device.in_use_bytes(), len(data[0])
+    on.trace(model, on.resized_spec(data, 5 * samples))
+    assert on.device.in_use_bytes() == before
+    on.trace(model, repeated_batch(data, 3 * samples))
+    assert on.device.in_use_bytes() == before + 2 * batch_bytes(data)
 
 
 def test_gradients_that_a_plain_step_left_are_there_in_the_forward_phase_of_the_next():
