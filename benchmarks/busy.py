@@ -1,6 +1,6 @@
 """What ``fit`` does on a busy machine: the largest batch, README's example and the quickstart.
 
-    python benchmarks/busy.py [--tasks max,readme,quickstart] [--busy 0,4] [--times 1]
+    python benchmarks/busy.py [--tasks max,readme,plain,quickstart] [--busy 0,4] [--times 1]
                               [--allocators oneDNN,BFC] [--limit 200] [--json FILE.jsonl]
                               [--output FILE.md] [--check]
 
@@ -8,12 +8,15 @@ Every row is a process of its own, alone or beside processes that multiply matri
 done. ``max``: MobileNetV2 of 64 pixels trains with ``batch_size="max"`` and no margin. Data are 640
 images in batches of 16: an epoch keeps ten updates, so that 64 is the largest batch that is wanted.
 ``readme`` and ``quickstart`` run what README's first code block and ``examples/quickstart.py`` say;
-the row is of their last ``fit``. oneDNN is what TensorFlow has by default on newer x86-64
-processors; BFC is the GPU's allocator over host memory, with TensorFlow's own kernels.
+the row is of their last ``fit``. ``plain`` is README's without the callback: Keras traces a step,
+too. oneDNN is what TensorFlow has by default on newer x86-64 processors; BFC is the GPU's allocator
+over host memory, with TensorFlow's own kernels.
 
 A row has the batch that training ends with, the peak of the first step and of the highest, the
-seconds of the search and of set-up, and the machine's load average at the end, in which whatever
-else runs counts, too. It is in the JSON file as soon as it is done, and is not measured again.
+seconds of the search, of set-up and of the whole first step, and the machine's load average at the
+end, in which whatever else runs counts, too. It is in the JSON file as soon as it is done, and is
+not measured again.
+
 ``--check`` exits with 1 where a step is over the limit, or where the batch beside busy processes is
 more than five per cent off the one found alone.
 """
@@ -62,9 +65,10 @@ _LOADER, _SAMPLES, _EPOCHS, _PIXELS = 16, 640, 3, 64
 _BUSY = "import numpy as np; a = np.ones((600, 600))\nwhile True: a @ a"
 _COLUMNS = (("load", ".1f"), ("batch", "d"), ("limit_bytes", "MiB"), ("first_peak", "MiB"),
             ("peak", "MiB"), ("over", "d"), ("search_s", ".0f"), ("setup_s", ".0f"),
-            ("seconds", ".0f"))  # fmt: skip
+            ("first_s", ".0f"), ("seconds", ".0f"))  # fmt: skip
 _HEAD = ("task", "allocator", "busy processes", "load", "batch", "limit MiB", "first peak",
-         "highest peak", "steps over the limit", "search s", "set-up s", "fit s")  # fmt: skip
+         "highest peak", "steps over the limit", "search s", "set-up s",
+         "first step s", "fit s")  # fmt: skip
 _ROOT = Path(__file__).parent.parent
 
 
@@ -86,9 +90,14 @@ def _max(limit_mib: float) -> None:
     model.fit(x, y, batch_size=_LOADER, epochs=_EPOCHS, verbose=0, callbacks=[remat])
 
 
-def _readme(limit_mib: float) -> None:
+def _readme(limit_mib: float, is_plain: bool = False) -> None:
     text = (_ROOT / "README.md").read_text(encoding="utf-8")
-    exec(text.split("```python\n")[1].split("```")[0], {})
+    code = text.split("```python\n")[1].split("```")[0]
+    exec(code.replace("callbacks=[remat]", "callbacks=[]") if is_plain else code, {})
+
+
+def _plain(limit_mib: float) -> None:
+    _readme(limit_mib, is_plain=True)
 
 
 def _quickstart(limit_mib: float) -> None:
@@ -96,7 +105,7 @@ def _quickstart(limit_mib: float) -> None:
 
 
 #: Task → what runs it, with the limit of the one that asks for it.
-TASKS = {"max": _max, "readme": _readme, "quickstart": _quickstart}
+TASKS = {"max": _max, "readme": _readme, "plain": _plain, "quickstart": _quickstart}
 
 
 def _child(task: str, limit_mib: float) -> None:
@@ -111,7 +120,7 @@ def _child(task: str, limit_mib: float) -> None:
     def watched(model: keras.Model, *data: Any, callbacks: list[Any], **options: Any) -> Any:
         watch, began = StepWatch(watched_epoch=None, batch_bytes=None), time.perf_counter()
         history = fit(model, *data, **options, callbacks=[*callbacks, watch])
-        fits.append((callbacks[0].report, watch.peaks, time.perf_counter() - began))
+        fits.append((callbacks, watch, time.perf_counter() - began))
         return history
 
     with mock.patch.object(keras.Model, "fit", watched):
@@ -119,19 +128,27 @@ def _child(task: str, limit_mib: float) -> None:
     print(json.dumps(_row(*fits[-1])), flush=True)
 
 
-def _row(report: Any, peaks: list[int], seconds: float) -> dict[str, Any]:
-    texts = [event.message for event in report.events]
-    searches = [text.split("sizes tried in ")[1] for text in texts if "sizes tried in" in text]
-    return {
-        "batch": report.batch_size,
-        "limit_bytes": report.limit_bytes,
+def _row(callbacks: list[Any], watch: Any, seconds: float) -> dict[str, Any]:
+    peaks = watch.peaks
+    row = {
         "first_peak": peaks[0],
         "peak": max(peaks),
+        "over": 0,
+        "first_s": watch.times_s[0],
+        "seconds": seconds,
+        "load": os.getloadavg()[0],
+    }
+    if not callbacks:
+        return row
+    report = callbacks[0].report
+    texts = [event.message for event in report.events]
+    searches = [text.split("sizes tried in ")[1] for text in texts if "sizes tried in" in text]
+    return row | {
+        "batch": report.batch_size,
+        "limit_bytes": report.limit_bytes,
         "over": sum(peak > report.limit_bytes for peak in peaks),
         "search_s": float(searches[0].split(" s")[0]) if searches else None,
         "setup_s": report.setup_s,
-        "seconds": seconds,
-        "load": os.getloadavg()[0],
         "events": texts,
     }
 
