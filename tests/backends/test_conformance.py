@@ -195,11 +195,14 @@ def test_a_limit_below_what_stays_is_refused_before_anything_was_trained(path):
 
 
 @every_path
-def test_a_plan_leaves_the_model_alone_and_its_file_is_for_models_like_it(path, tmp_path):
+def test_a_plan_leaves_the_model_alone_and_its_file_is_for_models_like_it(
+    path, tmp_path, monkeypatch
+):
+    if FRAMEWORK == "tensorflow":  # a chunk of up to twice a buffer, by what other tests left free
+        device = "keras_remat.backends.tensorflow.memory.measure.TensorFlowDevice"
+        monkeypatch.setattr(f"{device}.chunk_bytes", lambda self, nbytes: nbytes)
     model, data = made = stack(path)
-    # a buffer of XLA's may get a chunk of twice its bytes, by what tests before left free
-    gets_chunks = FRAMEWORK == "tensorflow" and path == "compiled"
-    limit = limit_for(*made, path, 0.7 if gets_chunks else 0.45)
+    limit = limit_for(*made, path, 0.45)
     before, batch = state_of(model), tuple(part[:ROWS] for part in data)
     how = {"solver": "greedy", "profile": "estimated", "compilation": path}
     plan = keras_remat.make_plan(model, batch, limit, **how)
