@@ -99,7 +99,7 @@ def search_batch_size(
         afterwards_s: seconds to leave until the deadline, by the plan found; ``None`` for none.
         deadline_s: by ``time.perf_counter``, for what comes after the first sizes.
         multiple: every size is a multiple of it, because so many devices or slices divide it.
-        known: an order found by other costs, after the size over ``multiple`` that it reached.
+        known: size, divided by ``multiple``, and order that an earlier search ended with.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -168,7 +168,7 @@ class SizeSearch:
         """Finds a first size that fits, at ``size`` or below, or what a known order reaches.
 
         Args:
-            known: the size that the order was made for, and the order.
+            known: as of :func:`search_batch_size`.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.

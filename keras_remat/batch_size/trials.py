@@ -117,7 +117,8 @@ class SizeRunner:
                 raise
             return None
         if profile is not None and self._runs_other_kernels(problem, schedule, usage):
-            problem = self._learnt(size, traced, replace(problem, profile=profile))
+            problem = replace(problem, profile=profile)
+            self._learn(size, traced, problem)
         if backend.device.has_statistics:
             backend.memory.observe(problem, schedule, usage.peak_bytes)
         return usage
@@ -176,12 +177,11 @@ class SizeRunner:
                 profile = recorder.stop(run, resident_bytes)
         return profile, usage
 
-    def _learnt(self, size: int, traced: TracedStep, problem: Problem) -> Problem:
-        """Returns a size's problem as it was recorded, of which the scaling knows then."""
+    def _learn(self, size: int, traced: TracedStep, problem: Problem) -> None:
+        """Lets the scaling know a size's problem as it was recorded."""
         if self._scaling is not None:
             whole = problem if traced.whole is None else traced.whole.problem(problem)
             self._scaling.whole.learn(size, whole)
-        return problem
 
 
 def verified_search(

@@ -57,7 +57,7 @@ class SizeOptions:
         least_search_s, most_search_s: of a search, with the solves while sizes are tried.
         quick, late, trial_solves, solve: the shares of that for the quick solver, for the thorough
             one, for the solves while sizes are tried, and for one of those.
-        least_profiled_steps: a plain step is recorded, which takes 8 to 20, where so many are left.
+        least_profiled_steps: left, where one is recorded: that takes as long as 8 to 20 of them.
         first_margin, pool_margin: of a first larger batch, at least; the second one in a pool that
             plain steps leave in pieces. MobileNetV2's took 2 % and 9.5 % over prediction.
     """

@@ -87,7 +87,8 @@ class TorchBackend:
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         self.device.trains(model)
-        if not any(getattr(leaf, "is_meta", False) for leaf in batches.leaves_of(batch)):
+        has_only_shapes = any(getattr(leaf, "is_meta", False) for leaf in batches.leaves_of(batch))
+        if not has_only_shapes:
             self.device.note_batch(batch)
         traced = tracing.trace(model, batch, micro_batches)
         self._written |= {id(tensor): tensor for tensor in traced.program.written_constants}
