@@ -162,6 +162,10 @@ class BudgetSearch:
         store_all = Schedule.store_all(self.problem.graph)
         most = simulate(self.problem, store_all).peak_bytes if approach else start
         target, reached, unreachable = start, max(start, most), floor
+
+        def is_hardly_less(lower: int, higher: int) -> bool:
+            return higher - lower <= OPTIONS.least_step * (start - floor)
+
         for turn in range(OPTIONS.corrections):
             left_s = deadline_s - time.perf_counter()
             least_s = OPTIONS.least_solve_s if self._chosen else 0.0
@@ -180,17 +184,18 @@ class BudgetSearch:
                     break
                 if self.least is None and not approach:
                     raise
-                if reached - target <= OPTIONS.least_step * (start - floor):
+                if is_hardly_less(target, reached):
                     break  # what lies between is hardly more
                 unreachable, target = target, (target + reached) // 2
                 continue
             surplus = self._surplus(found, target)
             if surplus is None:
                 break
-            reached = target
             # a few bytes less give the same schedule
             less = max(surplus, int(OPTIONS.least_step * (target - unreachable)))
-            target = max(target - less, (unreachable + target) // 2)
+            reached, target = target, max(target - less, (unreachable + target) // 2)
+            if surplus > reached - unreachable and is_hardly_less(target, reached):
+                break  # and no correction that is left makes up for the surplus
         self._compile_least(deadline_s)
         if self._chosen is None:
             raise self._not_found()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
@@ -209,6 +210,24 @@ def test_allocator_that_always_needs_more_ends_in_not_found():
     assert caught.value.budget_bytes == BUDGET
     assert caught.value.best_peak_bytes > PLAIN
     assert caught.value.floor_bytes == PROBLEM.floor_bytes
+
+
+def test_targets_that_hardly_differ_are_not_tried_where_all_of_them_miss_by_far(monkeypatch):
+    asked = []
+    real = calibrated_solve.solve
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        return real(problem, **options)
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: PLAIN)
+    with pytest.raises(ScheduleNotFoundError):
+        quick_plan(PROBLEM, BUDGET, backend=backend)
+    least = calibrated_solve.OPTIONS.least_step * (BUDGET - PROBLEM.floor_bytes)
+    assert asked[0] == BUDGET
+    assert all(higher - lower > least for higher, lower in pairwise(asked))
+    assert PROBLEM.floor_bytes < asked[-1] < PROBLEM.floor_bytes + 3 * least
 
 
 @pytest.mark.parametrize("error", [ScheduleNotFoundError, InfeasibleBudgetError])

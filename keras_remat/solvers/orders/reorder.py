@@ -29,9 +29,11 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
@@ -43,12 +45,19 @@ PULLED_OPS = 8
 SMALL_SHARE = 1 / 8
 """Outputs are small below this share of what the op that waits for them reads, or of what their own
 op reads."""
+Orders = tuple[tuple[int, ...], ...]
+_ORDERS: WeakKeyDictionary[Graph, Orders] = WeakKeyDictionary()
+"""The orders of the needed ops of a graph: one ``fit`` asks for them under many budgets, and they
+take half of the time of a first greedy schedule."""
 
 
 def base_orders(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Returns the memory-aware order of the needed ops, and the default one if that is another."""
-    default = tuple(sorted(problem.graph.needed))
-    return tuple(dict.fromkeys((memory_aware_order(problem, default), default)))
+    graph = problem.graph
+    default = tuple(sorted(graph.needed))
+    if (orders := _ORDERS.get(graph)) is None:
+        _ORDERS[graph] = orders = _orders(problem, default)
+    return tuple(dict.fromkeys((_least_over_budget(problem, orders), default)))
 
 
 def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
@@ -61,9 +70,17 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
         problem: the graph, its sizes, and the budget to stay within.
         base: a legal order without recomputation.
     """
+    return _least_over_budget(problem, _orders(problem, base))
+
+
+def _orders(problem: Problem, base: Sequence[int]) -> Orders:
+    """Returns what is chosen from; no budget changes it."""
     hoisted = tuple(_Hoist(problem, base).run())
-    postponed = _postponed(problem, hoisted)
-    return min((tuple(base), postponed, hoisted), key=lambda order: _over_budget(problem, order))
+    return tuple(base), _postponed(problem, hoisted), hoisted
+
+
+def _least_over_budget(problem: Problem, orders: Orders) -> tuple[int, ...]:
+    return min(orders, key=lambda order: _over_budget(problem, order))
 
 
 def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
