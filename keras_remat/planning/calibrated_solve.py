@@ -162,17 +162,13 @@ class BudgetSearch:
         store_all = Schedule.store_all(self.problem.graph)
         most = simulate(self.problem, store_all).peak_bytes if approach else start
         target, reached, unreachable = start, max(start, most), floor
-
-        def is_hardly_less(lower: int, higher: int) -> bool:
-            return higher - lower <= OPTIONS.least_step * (start - floor)
-
+        hardly = OPTIONS.least_step * (start - floor)  # hardly less, in bytes
         for turn in range(OPTIONS.corrections):
             left_s = deadline_s - time.perf_counter()
             least_s = OPTIONS.least_solve_s if self._chosen else 0.0
-            is_sure = turn < sure and self._chosen is None
-            if target < floor or (turn and left_s < least_s and not is_sure):
-                break
-            if self._tried and not self._may_compile(deadline_s):
+            is_late = left_s < least_s and not (turn < sure and self._chosen is None)
+            all_compiled = self._tried and not self._may_compile(deadline_s)
+            if target < floor or (turn and is_late) or all_compiled:
                 break
             try:
                 found = self.solve_at(target, max(OPTIONS.solve * left_s, OPTIONS.least_solve_s))
@@ -184,7 +180,7 @@ class BudgetSearch:
                     break
                 if self.least is None and not approach:
                     raise
-                if is_hardly_less(target, reached):
+                if reached - target <= hardly:
                     break  # what lies between is hardly more
                 unreachable, target = target, (target + reached) // 2
                 continue
@@ -194,8 +190,8 @@ class BudgetSearch:
             # a few bytes less give the same schedule
             less = max(surplus, int(OPTIONS.least_step * (target - unreachable)))
             reached, target = target, max(target - less, (unreachable + target) // 2)
-            if surplus > reached - unreachable and is_hardly_less(target, reached):
-                break  # and no correction that is left makes up for the surplus
+            if surplus > reached - unreachable and reached - target <= hardly:
+                break  # no correction that is left makes up for the surplus
         self._compile_least(deadline_s)
         if self._chosen is None:
             raise self._not_found()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 from random_problems import (
@@ -18,6 +19,7 @@ from random_problems import (
 )
 
 from keras_remat.core.deadline import NO_DEADLINE, Deadline
+from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
@@ -79,21 +81,23 @@ def test_goes_on_when_the_cp_sat_process_dies(
 
 
 @pytest.mark.parametrize("solver", ["auto", "anneal"])
-def test_the_memory_aware_order_is_made_once_per_problem(
+def test_memory_aware_orders_are_made_once_per_graph(
     solver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Problem] = []
-    make = reorder.memory_aware_order
+    made: list[Graph] = []
+    make = reorder._orders
 
-    def counted(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
-        made.append(problem)
+    def counted(problem: Problem, base: Sequence[int]) -> reorder.Orders:
+        made.append(problem.graph)
         return make(problem, base)
 
-    monkeypatch.setattr(reorder, "memory_aware_order", counted)
-    problem = with_budget_fraction(training_problem(random.Random(1), 12), 0.6)
-    with suppress(ScheduleNotFoundError):
-        solve(problem, solver=solver, time_limit_s=3)
-    assert made == [problem]
+    monkeypatch.setattr(reorder, "_ORDERS", WeakKeyDictionary())
+    monkeypatch.setattr(reorder, "_orders", counted)
+    problem = training_problem(random.Random(1), 12)
+    for share in (0.6, 0.8):
+        with suppress(ScheduleNotFoundError):
+            solve(with_budget_fraction(problem, share), solver=solver, time_limit_s=1)
+    assert made == [problem.graph]
 
 
 @pytest.fixture
