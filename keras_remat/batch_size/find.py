@@ -42,7 +42,6 @@ from keras_remat.planning.make_plan import (
     target_of,
     traced_as_it_trains,
 )
-from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest
 from keras_remat.planning.slicing import plan_with_slices
 
@@ -54,18 +53,14 @@ class FindOptions:
     """Rules what the parts of the time limit are for.
 
     Args:
-        search, least_clock: the share of the limit that the search may take, and the least that the
-            clock leaves it, however long tracing took.
+        search: the share of the limit that the search may take, however long tracing took.
         quick: of that, what the quick solver gets. The thorough solver gets the rest.
-        running: of the thorough search's time, what is kept for running a size at most.
         solve: of the limit, what one solve afterwards may take.
         first_search: of the limit, what a search for a size to learn from may take.
     """
 
     search: float = 0.8
-    least_clock: float = 0.3
     quick: float = 0.25
-    running: float = 0.9
     solve: float = 0.1
     first_search: float = 0.1
 
@@ -107,9 +102,9 @@ def find_max_batch_size(
             and the answer is a prediction.
         margin: share of the limit that predictions keep free; a measured peak may take it.
         time_limit_s: for everything: tracing, measuring, the search, and the sizes that run. The
-            search's first solves, eight quick ones at most, are made however late it is. The first
-            size runs then, and so do smaller ones until one has trained; after that none is begun
-            that would end too late.
+            search's steps are counted, and made however late it is, in 0.8 of the limit at most.
+            The first size runs then, and so do smaller ones until one has trained; after that none
+            is begun that would end too late.
         seed: for the solver.
         compilation: as in ``RematAutotune``; ``"auto"`` searches for the model's own mode.
 
@@ -178,25 +173,15 @@ def _searched(
     step: TracedModel,
     scaling: Scaling,
     bounds: _Bounds,
-    runner: SizeRunner | None = None,
     known: tuple[int, Schedule] | None = None,
 ) -> BatchSearch:
     """Returns what a search by prediction finds.
 
     Args:
-        runner: runs sizes afterwards, which takes time of the limit, too; ``None`` where none do.
         known: see :func:`~keras_remat.batch_size.search.search_batch_size`.
     """
-    now_s, limit_s, parts = time.perf_counter(), bounds.time_limit_s, bounds.parts
-    deadline_s = max(bounds.started_s + limit_s, now_s + _OPTIONS.least_clock * limit_s)
+    limit_s, parts = bounds.time_limit_s, bounds.parts
     search_s = _OPTIONS.search * limit_s
-    late_s = (1 - _OPTIONS.quick) * search_s
-
-    def running_s(plan: Plan) -> float:
-        """Estimates how long a trial of one batch size takes."""
-        trial_s = 0.0 if runner is None else runner.expected_s(plan)
-        return min(_OPTIONS.running * late_s, trial_s)
-
     # what cannot be met is one sample, or one for each slice
     with advising(scaling.at(parts), step.limit, parts, backend, seed=bounds.seed):
         search = search_batch_size(
@@ -207,9 +192,7 @@ def _searched(
             max_overhead=bounds.max_overhead,
             time_limit_s=_OPTIONS.quick * search_s,
             late_solver="auto",
-            late_time_limit_s=late_s,
-            afterwards_s=None if runner is None else running_s,
-            deadline_s=deadline_s,
+            late_time_limit_s=(1 - _OPTIONS.quick) * search_s,
             multiple=parts,
             seed=bounds.seed,
             known=known,
@@ -234,7 +217,6 @@ def _learn_of_larger(
             backend,
             max_overhead=bounds.max_overhead,
             time_limit_s=_OPTIONS.first_search * bounds.time_limit_s,
-            deadline_s=bounds.started_s + bounds.time_limit_s,
             multiple=bounds.parts,
             seed=bounds.seed,
         )
@@ -258,9 +240,8 @@ def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -
     """
     slicing, scaling = step.traced.slicing, step_scaling(backend, model, step)
     runner = SizeRunner(backend, model, step.batch, slicing, scaling)
-    runner.traced_s = time.perf_counter() - bounds.started_s
     known = _learn_of_larger(backend, step, scaling, runner, bounds)
-    search = _searched(backend, step, scaling, bounds, runner, known)
+    search = _searched(backend, step, scaling, bounds, known)
     chooser = bounds.chooser(backend, search)
     found = verified_search(search, scaling, chooser, step.limit, runner, runner.graph)
     return found.naming(slicing=slicing)

@@ -77,8 +77,6 @@ def search_batch_size(
     time_limit_s: float = 60.0,
     late_solver: str | None = None,
     late_time_limit_s: float = 60.0,
-    afterwards_s: Callable[[Plan], float] | None = None,
-    deadline_s: float = math.inf,
     multiple: int = 1,
     seed: int = 0,
     known: tuple[int, Schedule] | None = None,
@@ -96,8 +94,6 @@ def search_batch_size(
             of it is counted work, and no solve gets more than a quarter of that.
         late_solver: a thorough one, asked above what ``solver`` reached; ``None`` for none.
         late_time_limit_s: seconds for that and for steps from known orders, on top of what is left.
-        afterwards_s: seconds to leave until the deadline, by the plan found; ``None`` for none.
-        deadline_s: by ``time.perf_counter``, for what comes after the first sizes.
         multiple: every size is a multiple of it, because so many devices or slices divide it.
         known: size, divided by ``multiple``, and order that an earlier search ended with.
 
@@ -106,7 +102,7 @@ def search_batch_size(
     """
     late_s, quick_s = late_time_limit_s if late_solver else 0.0, time_limit_s / OPTIONS.patience
     clock_s = max(OPTIONS.least_clock_s, time_limit_s + late_s)
-    quick_deadline_s = min(deadline_s, time.perf_counter() + clock_s)
+    quick_deadline_s = time.perf_counter() + clock_s
     if late_solver is not None:
         native.begin()
     search = SizeSearch(
@@ -122,8 +118,7 @@ def search_batch_size(
     search.begin(min(start // multiple, search.at_most), solver, solve_s, known)
     search.bisect(solver, solve_s, try_again=late_solver is None)
     if late_solver is not None:
-        search.afterwards_s = afterwards_s
-        search.go_on(late_solver, late_s, quick_deadline_s, deadline_s)
+        search.go_on(late_solver, late_s, quick_deadline_s)
     return replace(search.result(), fit=scaling.fit, time_limit_s=clock_s).times(multiple)
 
 
@@ -154,8 +149,6 @@ class SizeSearch:
         self.largest = self.plain = 0
         self.probes: list[SizeTrial] = []
         self.failure: RematError | None = None  # the newest
-        # seconds that have to be left, by the plan that is the result
-        self.afterwards_s: Callable[[Plan], float] | None = None
         # of the budget, that solvers get: the rest is what the allocator wastes
         self.target_share = 1.0
         # what it needed for the last orders, over the bytes alive; 1 where none was found
@@ -202,7 +195,7 @@ class SizeSearch:
             keep_s: seconds of work that are kept for what follows.
             try_again: whether they get it.
         """
-        fails, again = int(min(self._ceiling, max(self.largest + 2, below))), True
+        fails, again = int(min(self._ceiling, max(self.largest + OPTIONS.window, below))), True
         while again:
             begun = self.largest
             while fails - self.largest > max(
@@ -236,11 +229,11 @@ class SizeSearch:
         step, failures, most = OPTIONS.first_step, 0, self._ceiling - 1
         for turn in count():
             is_over = self.largest >= most or failures >= OPTIONS.most_failed_steps
-            if is_over or self._left_s() <= 0:
+            if is_over or self.work.left_s() <= 0:
                 return
             before = self.largest
             size = min(most, max(before + 1, int(before * (1 + step))))
-            allowed_s = min(solve_s, self._left_s())
+            allowed_s = min(solve_s, self.work.left_s())
             self.seed += 1
             if turn % 2:
                 self.target_share = OPTIONS.targets[turn // 2 % len(OPTIONS.targets)]
@@ -261,17 +254,16 @@ class SizeSearch:
                     failures + 1,
                 )
 
-    def go_on(self, solver: str, late_s: float, quick_s: float, deadline_s: float) -> None:
+    def go_on(self, solver: str, late_s: float, quick_s: float) -> None:
         """Searches on with a thorough solver, in so many seconds and what is left of the others.
 
         What the first sizes took on a busy machine is not missing here.
 
         Args:
             quick_s: when the others are over, by ``time.perf_counter``.
-            deadline_s: when nothing may go on, by the same clock.
         """
         later_s = time.perf_counter() + max(OPTIONS.least_clock_s, late_s)
-        deadline_s = min(deadline_s, max(quick_s, later_s))
+        deadline_s = max(quick_s, later_s)
         native.is_compiled(max(OPTIONS.least_compiling_s, OPTIONS.compiling * late_s))  # waits
         improving_s = late_s / OPTIONS.patience + max(0.0, self.work.left_s())
         ended_by_clock, self.work = self.work.ended_by_clock, SearchWork(improving_s, deadline_s)
@@ -284,19 +276,13 @@ class SizeSearch:
             solver,
             OPTIONS.solve * seconds,
             OPTIONS.retried * self.largest,
-            keep_s=OPTIONS.improve * self._left_s(),
+            keep_s=OPTIONS.improve * self.work.left_s(),
         )
         self.improve_from_best(solver, OPTIONS.step * seconds)
 
     def _may_go_on(self, solver: str, keep_s: float) -> bool:
         """Returns whether there is more work left than is to be kept, or a solve is sure."""
-        return self.work.is_sure(solver) or self._left_s() > keep_s
-
-    def _left_s(self) -> float:
-        """Returns the seconds of work that are left for solving."""
-        if self.afterwards_s is None or not self.largest:
-            return self.work.left_s()
-        return self.work.left_s(self.afterwards_s(self.fastest))
+        return self.work.is_sure(solver) or self.work.left_s() > keep_s
 
     @cached_property
     def _ceiling(self) -> int:

@@ -108,8 +108,9 @@ def next_size(facts: SizeFacts) -> tuple[SizeMove, int]:
         return SizeMove.RUN, facts.reached
     if not facts.solves_left or (facts.trained and not facts.time_to_solve):
         return SizeMove.STOP, 0
-    # a new order is made for a size a little above the least one, so that it reaches that one
-    aim = math.ceil(sizes[0] * (1 + RESOLUTION)) if facts.trained else sizes[-1]
+    # a new order is made for a size a little above the least one, so that it reaches that one; of
+    # few samples, one more may be much more
+    aim = int(sizes[0] * (1 + RESOLUTION)) if facts.trained else sizes[-1]
     return SizeMove.SOLVE, min(aim, sizes[-1])
 
 

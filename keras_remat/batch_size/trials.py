@@ -45,9 +45,6 @@ from keras_remat.planning.request import PlanRequest, plan_for
 _OTHER_KERNELS = 0.01
 #: Steps that are recorded then: on a GPU the first one tells memory, and the second one times.
 _RECORDED_ON_CPU, _RECORDED_ON_GPU = 1, 2
-#: A first step, with what is compiled or tuned in it, and a second one take about so many times the
-#: predicted seconds.
-_TWO_STEPS = 2.5
 
 #: Trains a size under a plan; what a step takes, or ``None`` when the device ran out of memory.
 Train = Callable[[int, Plan], Usage | None]
@@ -60,9 +57,6 @@ class SizeRunner:
     Args:
         slicing: which ops run in slices.
         scaling: learns what the ops take at a size whose prediction was off; ``None`` for nobody.
-
-    Attributes:
-        traced_s: seconds that tracing takes: what it took for the newest size.
     """
 
     def __init__(
@@ -76,16 +70,13 @@ class SizeRunner:
         self._backend, self._model, self._batch = backend, model, batch
         self._slicing, self._scaling = slicing, scaling
         self._traced: tuple[int, TracedStep] | None = None  # of the newest size
-        self.traced_s = 0.0
 
     def _trace(self, size: int) -> TracedStep:
         if self._traced is None or self._traced[0] != size:
             self._traced = None
             gc.collect()  # the step before is in reference cycles
-            began_s = time.perf_counter()
             whole = traced_at(self._backend, self._model, self._batch, size)
             self._traced = size, in_slices(whole, self._slicing)
-            self.traced_s = time.perf_counter() - began_s
         return self._traced[1]
 
     def graph(self, size: int) -> Graph:
@@ -122,10 +113,6 @@ class SizeRunner:
         if backend.device.has_statistics:
             backend.memory.observe(problem, schedule, usage.peak_bytes)
         return usage
-
-    def expected_s(self, plan: Plan) -> float:
-        """Estimates how long a trial of one batch size takes."""
-        return self.traced_s + (1.0 if self._tells_at_once else _TWO_STEPS) * plan.predicted.time_s
 
     def _measured(
         self, problem: Problem, schedule: Schedule, run: RunStep, batch: Any

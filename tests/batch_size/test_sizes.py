@@ -119,6 +119,11 @@ def test_every_path_ends_at_the_largest_size_that_trains(fits, off, measures):
     assert len(ran) <= 30
 
 
+@pytest.mark.parametrize(("trained", "aim"), [(23, 24), (100, 106), (4, 5)])
+def test_an_order_is_made_for_a_little_above_the_least_size_that_is_worth_it(trained, aim):
+    assert next_size(facts_of(trained=trained, reached=0)) == (SizeMove.SOLVE, aim)
+
+
 def test_only_the_first_size_that_trains_runs_when_it_is_late():
     late = {"time_to_run": False, "time_to_solve": False}
     assert next_size(facts_of(reached=100, **late)) == (SizeMove.RUN, 100)
