@@ -34,11 +34,15 @@ def signature_of(batch: Any) -> Signature:
     # leaves in the same order are other arguments where they are named or nested otherwise
     structure = repr(keras.tree.map_structure(lambda leaf: 0, batch))
     return tuple(
-        None
-        if leaf is None
-        else (tuple(leaf.shape), getattr(leaf.dtype, "name", str(leaf.dtype)), structure)
+        None if leaf is None else (tuple(leaf.shape), _name_of(leaf.dtype), structure)
         for leaf in leaves_of(batch)
     )
+
+
+def _name_of(dtype: Any) -> str:
+    """Returns the name of a dtype, the same for PyTorch's tensors and the arrays of a batch that
+    was held back."""
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
 class Signatures:

@@ -10,6 +10,7 @@ from tight_limit import tight_limit as limit_of
 
 import keras_remat
 from keras_remat.backends.base import load_backend
+from keras_remat.backends.torch import TorchBackend
 from keras_remat.backends.torch.swap import InstalledTrainFunction
 from keras_remat.backends.torch.variables import places_of
 
@@ -198,6 +199,21 @@ def test_batches_are_joined_up_to_a_size():
     fit(model, data, remat, epochs=3)
     assert remat.report.batch_size == 2 * BATCH
     assert remat.report.epochs[-1].samples == len(data[0])
+
+
+def test_a_batch_that_was_held_back_and_not_joined_is_of_the_shape_that_came(monkeypatch):
+    """It is NumPy's by then: the same step was traced for it, and planned for, once more."""
+    traced, trace = [], TorchBackend.trace
+
+    def noting(backend, model, batch, micro_batches=1):
+        traced.append(len(batch[0]))
+        return trace(backend, model, batch, micro_batches)
+
+    monkeypatch.setattr(TorchBackend, "trace", noting)
+    model, (x, y) = stack(blocks=1)
+    fit(model, (x[: 3 * BATCH], y[: 3 * BATCH]), remat := callback("8GiB", 2 * BATCH), epochs=3)
+    assert remat.report.batch_size == 2 * BATCH
+    assert traced.count(BATCH) == 1
 
 
 def test_several_shapes_and_validation_train_as_plain_fit_does(tight_run):
