@@ -109,6 +109,7 @@ PEER_COLUMNS = {
     "bytes moved ": ("ours_moved_share", ".2f"),
     "time ": ("ours_s_share", ".2f"),
     "status": ("status", ""),
+    "taken": ("taken", ""),
 }
 COUNTED = {"flops": "FLOPs", "moved": "bytes moved"}
 

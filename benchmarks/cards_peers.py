@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ import jax
 import keras
 from cards_case import MODELS, compiled_model
 from model_parts import parts, variables_of
+from rows import version_of
 
 from keras_remat.backends.jax import JaxBackend
 from keras_remat.backends.jax import lower as lowering
@@ -216,14 +218,20 @@ def rows(name: str, card_name: str, seconds: float, known: list[str]) -> Iterato
     for peer, compiled in peers(name, plain, target):
         if peer in known:
             continue
-        row = of_model | {"peer": peer}
-        try:
-            step = compiled()
-        except Exception as error:  # whatever a peer raises is its row
-            yield row | {"status": f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]}
-            continue
-        row |= told("peer", step.added_bytes, step.costs) | {"status": "compiled"}
-        yield row | (ours.at(step.added_bytes) if step.added_bytes < plain.added_bytes else {})
+        started = time.perf_counter()
+        row = of_model | {"peer": peer} | beside(compiled, plain, ours)
+        row |= {"taken": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "jax": version_of("jax")}
+        yield row | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def beside(compiled: Callable[[], Step], plain: Step, ours: Ours) -> dict[str, Any]:
+    """Returns what a row says of a peer, and of a plan for its bytes where it saves any."""
+    try:
+        step = compiled()
+    except Exception as error:  # whatever a peer raises is its row
+        return {"status": f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]}
+    row = told("peer", step.added_bytes, step.costs) | {"status": "compiled"}
+    return row | (ours.at(step.added_bytes) if step.added_bytes < plain.added_bytes else {})
 
 
 def main() -> None:
