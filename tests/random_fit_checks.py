@@ -90,7 +90,8 @@ def check_numbers(case, plain, ours):
     """History, weights and checkpoints; JAX's compiler rounds half precision where it likes."""
     rtol, atol = (5e-2, 5e-3) if ON_JAX and "mixed precision" in case.parts else (2e-3, 1e-4)
     for key, values in plain.history.items():
-        assert ours.history[key] == pytest.approx(values, rel=rtol, abs=atol / 10), (key, case)
+        expected = pytest.approx(values, rel=rtol, abs=atol / 10, nan_ok=True)  # both may diverge
+        assert ours.history[key] == expected, (key, case)
     for a, b in zip(ours.model.get_weights(), plain.model.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=repr(case))
     assert list(ours.saved) == list(plain.saved), case
