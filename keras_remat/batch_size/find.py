@@ -101,10 +101,10 @@ def find_max_batch_size(
             answer is a size that trained; ``"estimated"``, the only one for a card, runs nothing,
             and the answer is a prediction.
         margin: share of the limit that predictions keep free; a measured peak may take it.
-        time_limit_s: for everything: tracing, measuring, the search, and the sizes that run. The
-            search's steps are counted, and made however late it is, in 0.8 of the limit at most.
-            The first size runs then, and so do smaller ones until one has trained; after that none
-            is begun that would end too late.
+        time_limit_s: for tracing, measuring, the search, and the sizes that run. The search gets
+            0.8 of it whatever came before: on a busy machine all together may take longer. The
+            first size runs then, and so do smaller ones until one has trained; after that none is
+            begun that would end too late.
         seed: for the solver.
         compilation: as in ``RematAutotune``; ``"auto"`` searches for the model's own mode.
 

@@ -35,7 +35,8 @@ class SearchOptions:
         high_ratio: from which on that is more than under most.
         patience: how many times the seconds of counted work the clock may show before it ends a
             solve or the search.
-        turns: times its seconds that ``auto`` may count: twelve turns, and what comes before them.
+        turns: how many times the seconds it is given ``auto`` may count: twelve turns of up to 0.18
+            of them, and what comes before.
         least_solve_clock_s, least_clock_s: what the clock may show at least.
         replay_s, simulation_s: seconds of work for an op of a predicted peak, with the problem at
             its size: an allocator's replay takes 70 to 210 microseconds, and a simulation, which

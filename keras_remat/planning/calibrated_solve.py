@@ -167,8 +167,8 @@ class BudgetSearch:
             left_s = deadline_s - time.perf_counter()
             least_s = OPTIONS.least_solve_s if self._chosen else 0.0
             is_late = left_s < least_s and not (turn < sure and self._chosen is None)
-            all_compiled = self._tried and not self._may_compile(deadline_s)
-            if target < floor or (turn and is_late) or all_compiled:
+            no_compiling_left = bool(self._tried) and not self._may_compile(deadline_s)
+            if target < floor or (turn and is_late) or no_compiling_left:
                 break
             try:
                 found = self.solve_at(target, max(OPTIONS.solve * left_s, OPTIONS.least_solve_s))
