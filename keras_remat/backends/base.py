@@ -8,9 +8,10 @@ the one Keras runs on.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
 from keras_remat.backends.installed import (
@@ -121,6 +122,16 @@ class TracedStep:
         """Returns what Keras's own step is predicted to need, resident bytes included; a backend
         whose traced step differs from Keras's own has a rule of its own."""
         return memory.peak_bytes(problem, Schedule.store_all(self.graph))
+
+    def workspaces_towards(self, other: TracedStep, share: Fraction) -> Sequence[int]:
+        """Returns the workspace that each op is expected to ask for at another batch size, where
+        kernels begin at one: nothing where nobody knows of such.
+
+        Args:
+            other: the same ops, traced at a second batch size.
+            share: where the size is, from 0 for this trace's to 1 for the other's.
+        """
+        return ()
 
 
 class ProfileRecorder(Protocol):

@@ -181,6 +181,8 @@ class BatchScaling:
             proportion to the bytes it reads and writes.
         fixed_bytes: of each op, the bytes of workspace that are the same at every size, as far as
             shapes tell; empty where nobody says.
+        steps: the traces at ``size`` and ``other_size``, which know of kernels that begin at a
+            size.
 
     Attributes:
         fit: the fitted costs with their residuals; ``None`` where one size alone was measured.
@@ -201,9 +203,11 @@ class BatchScaling:
         other_size: int,
         measured: Mapping[int, Profile] | None = None,
         fixed_bytes: Sequence[int] = (),
+        steps: tuple[TracedStep, TracedStep] | None = None,
     ):
         self._graphs, self._problem = GraphScaling(problem.graph, (size,)), problem
-        self._fixed_bytes = tuple(fixed_bytes)
+        self._fixed_bytes, self._steps = tuple(fixed_bytes), steps
+        self._size, self._other_size = size, other_size
         self._graphs.learn(other, (other_size,))
         if self._graphs.at((other_size,)) is None:
             raise UnsupportedModelError(
@@ -257,7 +261,19 @@ class BatchScaling:
                 )
             )
             profile = replace(profile, op_workspace_bytes=workspaces)
+        if size not in self._measured and (expected := self.expected_bytes(size)):
+            workspaces = tuple(map(max, profile.op_workspace_bytes, expected))
+            profile = replace(profile, op_workspace_bytes=workspaces)
         return replace(problem, profile=profile)
+
+    def expected_bytes(self, size: int) -> Sequence[int]:
+        """Returns the workspace of each op that shapes tell at a batch size, where kernels begin at
+        one; empty where nobody knows of such."""
+        if self._steps is None:
+            return ()
+        step, other = self._steps
+        share = Fraction(size - self._size, self._other_size - self._size)
+        return step.workspaces_towards(other, share)
 
     @property
     def fixed_workspace_bytes(self) -> tuple[int, ...]:
@@ -321,11 +337,10 @@ def batch_scaling(
         quadruple = graph_at(backend, model, batch, 4 * size)
         if double.has_ops_of(quadruple):
             return BatchScaling(transfer_costs(problem, double), 2 * size, quadruple, 4 * size)
-    fixed: Sequence[int] = ()
-    if traced is not None and problem.graph.has_ops_of(traced.graph):
-        fixed = fixed_bytes(backend, {size: traced, 2 * size: step})
-    # raises where the ops differ
-    return BatchScaling(problem, size, double, 2 * size, measured, fixed)
+    if traced is None or not all(map(traced.graph.has_ops_of, (problem.graph, double))):
+        return BatchScaling(problem, size, double, 2 * size, measured)  # may raise: ops differ
+    fixed = fixed_bytes(backend, {size: traced, 2 * size: step})
+    return BatchScaling(problem, size, double, 2 * size, measured, fixed, (traced, step))
 
 
 def fixed_bytes(backend: Backend, steps: Mapping[int, TracedStep]) -> list[int]:

@@ -79,13 +79,15 @@ class SlicedScaling:
         problem = self.whole.at(size)
         rules = {op_id: self._at(rule, size) for op_id, rule in self.rules.items()}
         sliced = sliced_graph(problem.graph, rules, self.slicing, self.granule_bytes)
-        return sliced_costs(problem, sliced, self._expected(problem, sliced))
+        return sliced_costs(problem, sliced, self._expected(problem, sliced, size))
 
-    def _expected(self, problem: Problem, sliced: SlicedGraph) -> list[int]:
+    def _expected(self, problem: Problem, sliced: SlicedGraph, size: int) -> list[int]:
         """Returns the workspace of each op of a sliced graph: of a part, what is the same at every
-        size, and its share of the rest."""
+        size, and its share of the rest; no less than what its kernel asks for."""
         asked, fixed = problem.profile.op_workspace_bytes, self.whole.fixed_workspace_bytes
-        of_part = [a + -(-(b - a) // self.slicing.parts) for a, b in zip(fixed, asked, strict=True)]
+        parts, least = self.slicing.parts, self.whole.expected_bytes(size // self.slicing.parts)
+        of_part = [a + -(-(b - a) // parts) for a, b in zip(fixed, asked, strict=True)]
+        of_part = list(map(max, of_part, least)) if least else of_part
         return [of_part[o.source] if o.role == "part" else 0 for o in sliced.origins]
 
     def in_more(self) -> SlicedScaling | None:
@@ -270,7 +272,8 @@ def _measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchS
             profile = _profile_at(other, traced, backend, model, step)
             measured = {} if profile is None else {other: profile}
             fixed = fixed_bytes(backend, {size: step.traced, other: traced})
-            return BatchScaling(step.problem, size, traced.graph, other, measured, fixed)
+            steps = step.traced, traced
+            return BatchScaling(step.problem, size, traced.graph, other, measured, fixed, steps)
     return batch_scaling(backend, model, step.problem, step.batch, traced=step.traced)
 
 

@@ -40,9 +40,11 @@ def signature_of(batch: Any) -> Signature:
 
 
 def _name_of(dtype: Any) -> str:
-    """Returns the name of a dtype, the same for PyTorch's tensors and the arrays of a batch that
-    was held back."""
-    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    """Returns the name of a dtype, the same for tensors of any framework and the arrays of a batch
+    that was held back, of Python objects, too: Keras knows no name of theirs."""
+    import keras
+
+    return str(getattr(dtype, "name", "")) or str(keras.backend.standardize_dtype(dtype))
 
 
 class Signatures:

@@ -29,6 +29,10 @@ def test_a_batch_is_within_another_one_of_its_kind(small, large, within):
     assert is_within(small, large) is within
 
 
+def test_arrays_of_python_objects_have_a_signature():
+    assert signature((4, 1), dtype=object)[0][:2] == ((4, 1), "object")
+
+
 def test_the_first_call_of_a_step_tells_nothing():
     state = ShapeState(signature=(), batch_size=1, run=len, phase=Phase.PLAIN)
     state = state.after_step(Usage(100.0, 100), 7)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -44,24 +45,62 @@ class _Convolution:
 
 def scratch_bytes(node: Node, layouts: Sequence[Layout]) -> int:
     """Returns the most bytes that a convolution takes beside its results; 0 of what else."""
-    if node.call is None:
+    convolution = _convolution(node, layouts)
+    return 0 if convolution is None else _scratch_bytes(convolution)
+
+
+def scratch_between(
+    node: Node, layouts: Sequence[Layout], other: Node, others: Sequence[Layout], share: Fraction
+) -> int:
+    """Returns what :func:`scratch_bytes` does at another batch size.
+
+    Args:
+        node, layouts: of a trace at one size.
+        other, others: of one at a second size.
+        share: where the size is, from 0 for the first to 1 for the second.
+    """
+    a, b = _convolution(node, layouts), _convolution(other, others)
+    if a is None or b is None:
         return 0
+    pairs = (a.images, b.images), (a.weights, b.weights), (a.results, b.results)
+    images, weights, results = (_between(one, another, share) for one, another in pairs)
+    return _scratch_bytes(replace(a, images=images, weights=weights, results=results))
+
+
+def _between(one: Layout, other: Layout, share: Fraction) -> Layout:
+    shape, stride = (
+        tuple(math.floor(a + (b - a) * share) for a, b in zip(*both, strict=True))
+        for both in ((one.shape, other.shape), (one.stride, other.stride))
+    )
+    return replace(one, shape=shape, stride=stride)
+
+
+def _convolution(node: Node, layouts: Sequence[Layout]) -> _Convolution | None:
+    """Returns what a convolution reads and writes; ``None`` for what else."""
+    if node.call is None:
+        return None
     operator, args = node.call.operator, node.call.args
     is_backward = operator is aten.convolution_backward.default
     if not is_backward and operator is not aten.convolution.default:
-        return 0
+        return None
     images, weights = (layouts[one.number] for one in args[is_backward : is_backward + 2])
     results = layouts[args[0].number] if is_backward else _made(node.call, layouts)
     options = args[3 + is_backward : 9 + is_backward]
-    asked = args[10][:2] if is_backward else (False, False)
+    return _Convolution(
+        images, weights, results, options, args[10][:2] if is_backward else (False, False)
+    )
+
+
+def _scratch_bytes(convolution: _Convolution) -> int:
+    images, weights, results = convolution.images, convolution.weights, convolution.results
+    asked, options = convolution.asked, convolution.options
     kernel = private.convolution_kernel(images, weights, options)
-    convolution = _Convolution(images, weights, results, options, asked)
     is_last = (
         len(images.shape) > 3
         and 1 in (images.stride[1], weights.stride[1])
         and not kernel.endswith("3d")  # PyTorch's own
     )
-    read = (images, weights, results) if is_backward else (images, weights)
+    read = (images, weights, results) if any(asked) else (images, weights)
     whole = sum(_bytes(one) for one in read if not _is_packed(one, is_last))
     if kernel.startswith("Slow"):
         return whole + _gathered_bytes(kernel, convolution)

@@ -14,9 +14,10 @@ import pickle
 import random
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from keras_remat.backends.base import TracedStep
 from keras_remat.backends.batches import check_dense, leaves_of
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.micro_batches import watched_micro_batches
-from keras_remat.backends.torch import in_place, private
+from keras_remat.backends.torch import convolutions, in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
 from keras_remat.backends.torch.program import Node, Program
@@ -89,6 +90,17 @@ class TorchTracedStep(TracedStep):
                 scratch[node.call.at] = max(scratch[node.call.at], own)
         most = max((a + b for a, b in zip(alive, scratch, strict=True)), default=0)
         return problem.profile.resident_bytes + most
+
+    def workspaces_towards(self, other: TracedStep, share: Fraction) -> Sequence[int]:
+        """Returns what convolutions are expected to ask for on a CPU: one thread takes others from
+        16 samples on."""
+        if self.device.type != "cpu" or not isinstance(other, TorchTracedStep):
+            return ()
+        mine, its = self.program.layouts, other.program.layouts
+        return [
+            convolutions.scratch_between(self.handles[n], mine, other.handles[n], its, share)
+            for n in range(len(self.graph.ops))
+        ]
 
 
 def check_supported(model: Any) -> None:

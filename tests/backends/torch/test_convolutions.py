@@ -8,6 +8,9 @@ from keras import layers
 
 import keras_remat
 from keras_remat.backends.base import load_backend
+from keras_remat.batch_size.scaling import batch_scaling
+from keras_remat.batch_size.step_scaling import SlicedScaling, in_slices
+from keras_remat.planning.slicing import in_micro_batches
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="PyTorch lacks oneDNN"
@@ -97,3 +100,28 @@ def test_a_first_prediction_counts_the_copies_of_images(build, shape, samples):
     profile, predicted, measured = _first_step(shape, samples, build)
     assert measured == pytest.approx(predicted, rel=0.03)
     assert max(profile.op_workspace_bytes) > 0.04 * measured, "it matters"
+
+
+def test_a_search_expects_kernels_that_begin_at_a_larger_batch():
+    """Two and four samples of 1x1 convolutions need no copies of weights; sixteen do."""
+    inputs = keras.Input((8, 8, 64))
+    model = keras.Model(inputs, layers.Conv2D(64, 1, padding="same")(layers.Conv2D(64, 1)(inputs)))
+    model.compile("sgd", "mse")
+    on = load_backend()
+
+    def of(samples):
+        batch = on.example_batch(model, (np.ones((samples, 8, 8, 64), "float32"),) * 2)
+        return batch, on.trace(model, batch)
+
+    batch, step = of(2)
+    problem = keras_remat.Problem(step.graph, on.estimated_profile(step, 0))
+    scaling = batch_scaling(on, model, problem, batch, traced=step)
+    asked = {n: scaling.at(n).profile.op_workspace_bytes for n in (2, 15, 16, 31, 64)}
+    expected = {n: on.estimated_profile(of(n)[1], 0).op_workspace_bytes for n in asked}
+    assert asked == expected
+    assert sum(expected[15]) == 0 < sum(expected[16]) == sum(expected[64])
+    sliced, _ = in_micro_batches(step, problem, 2, 2, on.estimated_profile)
+    parts = SlicedScaling(scaling, step.slicer.rules, 2, sliced.slicing, step.slicer.granule_bytes)
+    expected = on.estimated_profile(in_slices(of(32)[1], sliced.slicing), 0).op_workspace_bytes
+    assert parts.at(32).profile.op_workspace_bytes == expected
+    assert sum(expected) > 0
