@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_remat.cards.report import CardReport, CardRow
-from keras_remat.cards.table import CARDS
+from keras_remat.cards.table import CARDS, EXAMPLE
 from keras_remat.cards.will_it_fit import will_it_fit
 from keras_remat.planning import model_argument
 
@@ -32,8 +32,8 @@ def add_arguments(commands: Any) -> None:
     model_argument.add_arguments(command)
     command.add_argument(
         "--card", action="append", metavar="NAME",
-        help=f"one of {', '.join(map(str, CARDS))}; may be repeated (default: "
-        f"{' and '.join(_DEFAULT_CARDS)})",
+        help=f"one of {', '.join(map(str, CARDS))}, or of your own, such as {EXAMPLE}; may be "
+        f"repeated (default: {' and '.join(_DEFAULT_CARDS)})",
     )  # fmt: skip
     command.add_argument("--html", metavar="FILE", help="write one self-contained page")
     command.add_argument("--json", action="store_true", help="print one JSON object instead")

@@ -15,11 +15,19 @@ it more, and newer versions may grow to all of it.
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import inf, log
+from typing import Any
 
+from keras_remat.checks import check_name
 from keras_remat.core.target import Chip, Target, gpu_rates
-from keras_remat.units import GIB, KIB, MIB
+from keras_remat.units import GIB, KIB, LEAST_LIMIT, MIB, parse_bytes
 
 USABLE_SHARE = 0.75
+#: How a card that the table does not know is told.
+EXAMPLE = "RTX4070:memory=11.7GiB,capability=8.9,bandwidth=504,tflops=29"
 
 _SHARED = {  # KiB of shared memory of a multiprocessor, of a block; threads of a multiprocessor
     (7, 0): (96, 96, 2048),
@@ -96,18 +104,131 @@ CARDS = {
 
 
 def card(name: str) -> Target:
-    """Returns a card of the table, whatever the case of its name.
+    """Returns a card of the table, whatever the case of its name, or one of one's own.
+
+    ``"RTX3060:memory=8GiB"`` is a card of the table of which something is different, and is called
+    by this text. ``"RTX4070:memory=11.7GiB,capability=8.9,bandwidth=504,tflops=29"`` is a card that
+    the table does not know, and is called by what stands before the colon. ``bandwidth`` is in
+    GB/s; ``tflops`` are those of 32-bit matrix products (TF32's, where the card has it),
+    ``half_tflops`` of 16-bit ones; ``cores`` are multiprocessors. What is not said is as on the
+    card of the table that is nearest by capability and arithmetic, and the cores are in proportion
+    to that.
 
     Raises:
-        ValueError: the table does not know it; the message names those that are near, or all.
+        ValueError: the table does not know the name, and the text does not say what the card is
+            like; or what it says makes no sense.
     """
     known = {key.lower(): target for key, target in CARDS.items() if key}
-    if name.lower() in known:
-        return known[name.lower()]
+    plain, colon, told = (part.strip() for part in name.partition(":"))
+    if not colon:
+        if plain.lower() in known:
+            return known[plain.lower()]
+        raise ValueError(_unknown(plain, known))
+    if not plain:
+        raise ValueError(f"The card {name!r} has no name before the colon")
+    own = _told(name, told)
+    base = known.get(plain.lower())
+    if base is not None:
+        return _changed(base, own, f"{base.card}:{told}")
+    missing = [key for key in _NEEDED if key not in own]
+    if missing:
+        raise ValueError(
+            f"No card of the table is called {plain!r}; one of your own also needs "
+            f"{', '.join(missing)}, as in {EXAMPLE!r}"
+        )
+    near = _nearest(own["capability"], own["tflops"])
+    return _changed(replace(near, device=plain), own, plain)
+
+
+def _unknown(name: str, known: Mapping[str, Target]) -> str:
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     advice = (
         f"did you mean {' or '.join(str(known[n].card) for n in near)}?"
         if near
-        else f"known are {', '.join(str(t.card) for t in CARDS.values())}"
+        else f"known are {', '.join(str(t.card) for t in CARDS.values())}."
     )
-    raise ValueError(f"No card is called {name!r}: {advice}")
+    return f"No card is called {name!r}: {advice} One of your own is told as {EXAMPLE!r}"
+
+
+def _told(name: str, told: str) -> dict[str, Any]:
+    """Returns key → number of what stands behind the colon of a card's name.
+
+    Raises:
+        ValueError: an unknown key, one that comes twice, or a value that makes no sense.
+    """
+    own: dict[str, Any] = {}
+    for part in told.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        check_name("property of a card", key, _READ)
+        if not equals or key in own:
+            raise ValueError(f"{key} must come once, with a value, in the card {name!r}")
+        own[key] = _READ[key](value, key)
+    return own
+
+
+def _positive(text: str, what: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise ValueError(f"{what} must be a positive number, got {text!r}")
+    return number
+
+
+def _count(text: str, what: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{what} must be an int of at least 1, got {text!r}")
+    return int(text)
+
+
+def _capability(text: str, what: str) -> tuple[int, int]:
+    match = re.fullmatch("([0-9]{1,2})[.]([0-9])", text)
+    capability = (int(match[1]), int(match[2])) if match else (0, 0)
+    if capability < min(_SHARED):
+        least = ".".join(map(str, min(_SHARED)))
+        raise ValueError(f"{what} must be one such as 8.6, and at least {least}; got {text!r}")
+    return capability
+
+
+#: What a card's text may say → what reads it.
+_READ: dict[str, Callable[[str, str], Any]] = {
+    "memory": lambda text, what: parse_bytes(text, what=what, least=LEAST_LIMIT),
+    "capability": _capability,
+    "bandwidth": _positive,
+    "tflops": _positive,
+    "half_tflops": _positive,
+    "cores": _count,
+}
+_NEEDED = ("memory", "capability", "bandwidth", "tflops")
+
+
+def _nearest(capability: tuple[int, int], tflops: float) -> Target:
+    """Returns the card of the table from which a new one gets what nobody says of it: of the
+    nearest capability that is no higher, the one of the nearest arithmetic."""
+    family = max(one for one in _SHARED if one <= capability)
+    return min(
+        (target for target in CARDS.values() if target.capability == family),
+        key=lambda target: abs(log(tflops * 1e12 * target.rates.seconds_per_flop)),
+    )
+
+
+def _changed(base: Target, own: Mapping[str, Any], name: str) -> Target:
+    """Returns a card of which some of what is known is different."""
+    assert base.chip is not None
+    rates, total = base.rates, own.get("memory", base.total_bytes)
+    flops_per_s = own["tflops"] * 1e12 if "tflops" in own else 1 / rates.seconds_per_flop
+    faster = flops_per_s * rates.seconds_per_flop
+    half_per_s = flops_per_s / rates.half_flop
+    half_per_s = own["half_tflops"] * 1e12 if "half_tflops" in own else half_per_s
+    bytes_per_s = int(own["bandwidth"] * 1e9) if "bandwidth" in own else base.chip.bytes_per_s
+    cores = own.get("cores", max(1, round(faster * base.chip.cores)))
+    return replace(
+        base,
+        rates=gpu_rates(flops_per_s, half_per_s, bytes_per_s),
+        card=name,
+        capability=own.get("capability", base.capability),
+        total_bytes=total,
+        usable_bytes=int(USABLE_SHARE * total),
+        chip=replace(base.chip, cores=cores, bytes_per_s=bytes_per_s),
+    )

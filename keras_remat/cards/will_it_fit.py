@@ -64,7 +64,9 @@ def will_it_fit(
         batch: ``(x, y[, sample_weight])`` as arrays or specs, or an int batch size where inputs and
             targets follow from the model; ``None`` for a model that is named, or with
             ``batch_size``.
-        cards: names in :data:`keras_remat.cards.table.CARDS`, or targets of one's own.
+        cards: names in :data:`keras_remat.cards.table.CARDS`, or cards of one's own as
+            :func:`keras_remat.cards.table.card` reads them, such as ``"RTX3060:memory=8GiB"``; or
+            targets.
         batch_size: samples of the batch, whatever ``batch`` has.
         shapes, dtypes: of inputs that a named model leaves open, as on the command line:
             ``"tokens=128"``.
@@ -114,7 +116,11 @@ def _targets(cards: Sequence[str | Target]) -> tuple[Target, ...]:
     if not names:
         raise ValueError('cards must name at least one, such as "T4"')
     targets = tuple(target for target in map(target_of, names) if target is not None)
+    by_name: dict[str, Target] = {}
     for target in targets:
+        name = target.card or target.device
+        if by_name.setdefault(name, target) != target:
+            raise ValueError(f"two different cards are called {name!r}: name them apart")
         if target.usable_bytes is None and target.total_bytes is None:
             raise ValueError(f"the target {target.device!r} has no usable_bytes: give some")
     return targets

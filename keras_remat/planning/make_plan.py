@@ -64,7 +64,8 @@ def make_plan(
             or ``"80%"`` of the device; ``None`` is all that it has, and of a card what a framework
             uses of it by default.
         card: plans for a card that need not be there, by its name in
-            :data:`keras_remat.cards.table.CARDS`, such as ``"H100"``, or a target of one's own.
+            :data:`keras_remat.cards.table.CARDS`, such as ``"H100"``, or of one's own, such as
+            ``"RTX3060:memory=8GiB"`` (:func:`keras_remat.cards.table.card`), or a target.
             Nothing runs. It needs the extra ``cards``. On TensorFlow the step is the
             compiled one, as with ``jit_compile=True``.
         solver: a name in ``SOLVERS``.

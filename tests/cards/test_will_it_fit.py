@@ -18,9 +18,13 @@ from keras_remat.cards import process
 from keras_remat.cards import will_it_fit as asking
 from keras_remat.cards.process import ArraySpec, Request
 from keras_remat.cards.report import FITS, CardRow
+from keras_remat.cards.table import CARDS, EXAMPLE
 from keras_remat.core.target import live
 from keras_remat.errors import MissingPackageError, UnsupportedModelError
 from keras_remat.units import GIB, KIB, MIB
+
+#: A capability of which the table has no card.
+ORIN = "Orin:memory=28GiB,capability=8.7,bandwidth=205,tflops=5.3"
 
 
 def model_of(width=64, layers=3, name="dense", **options):
@@ -65,16 +69,16 @@ def test_the_whole_way_from_any_backend(monkeypatch, tmp_path):
 
 
 @pytest.mark.card
-def test_a_card_of_the_table(tmp_path, monkeypatch):
+def test_cards_of_the_table_and_of_one_s_own(tmp_path, monkeypatch):
     model_of(width=128).save(tmp_path / "model.keras")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     report = keras_remat.will_it_fit(
-        tmp_path / "model.keras", cards=["t4", "H100"], batch_size=4096, time_limit_s=2.0
+        tmp_path / "model.keras", cards=["t4", EXAMPLE, ORIN], batch_size=4096, time_limit_s=2.0
     )
     assert not [*temporary.iterdir()], "nothing is left behind"
-    assert [row.card for row in report.rows] == ["T4", "H100"]
+    assert [row.card for row in report.rows] == ["T4", "RTX4070", "Orin"]
     assert report.exit_status == 0
     for row in report.rows:
         assert 8 * MIB < row.plain_bytes < 64 * MIB
@@ -136,6 +140,7 @@ def test_no_random_weights_are_made(monkeypatch):
     [
         ((4, ["H10"]), {}, ValueError, "did you mean H100"),
         ((4, []), {}, ValueError, "at least one"),
+        ((4, [replace(CARDS["T4"], usable_bytes=GIB), "T4"]), {}, ValueError, "name them apart"),
         ((4,), {"batch_size": 8}, ValueError, "give one of them"),
         ((), {}, TypeError, "give a batch"),
         ((4,), {"margin": 2.0}, ValueError, "margin"),
