@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_remat.backends.tables import names
-from keras_remat.backends.xla.fusion import Equation, Kinds, on_gpu
+from keras_remat.backends.xla.fusion import HELD_BYTES, Equation, Kinds, on_gpu
 from keras_remat.core.target import Target
 
 CONVOLUTION = "conv_general_dilated"
@@ -217,6 +217,45 @@ def read_padded(program: Any, target: Target) -> frozenset[int]:
         for number in padded - others
         if not is_channels_first(program.avals[number].dtype, target)
     )
+
+
+def in_softmaxes(program: Any, target: Target) -> frozenset[int]:
+    """Returns numbers of the values inside of large softmaxes that exist nowhere: a row's maximum,
+    the exponentials, and a row's sum.
+
+    From Ampere on XLA:GPU computes a whole softmax in one kernel, and its gradient in another, both
+    from the scores. Where a plan keeps a row's maximum or sum, three kernels are in place of the
+    one, which read the scores three times: a plan of six blocks took 8 % more of plain's time.
+    """
+    if not target.on_gpu or target.before_ampere:
+        return frozenset()
+    makers = {out: e for e in program.equations for out in e.outputs}
+
+    def made(number: Any, kind: str, *between: str) -> Equation | None:
+        """Returns the equation of a kind that a number comes from."""
+        maker = makers.get(number) if isinstance(number, int) else None
+        while maker is not None and maker.kind in between:
+            maker = makers.get(next(iter(maker.reads), -1))
+        return maker if maker is not None and maker.kind == kind else None
+
+    found: set[int] = set()
+    for sums in program.equations:
+        if sums.kind != "reduce_sum" or not _is_of_rows(sums, program):
+            continue
+        exponentials = made(sums.inputs[0], "exp")
+        less = exponentials and made(exponentials.inputs[0], "sub")
+        most = less and made(less.inputs[1], "reduce_max", "max", "broadcast_in_dim", *KINDS.views)
+        if exponentials and most and _is_of_rows(most, program):
+            found.update((sums.outputs[0], exponentials.outputs[0], most.outputs[0]))
+    return frozenset(found)
+
+
+def _is_of_rows(reduction: Equation, program: Any) -> bool:
+    """Returns whether a reduction of something large is of its last dimension."""
+    (reduced,) = reduction.inputs
+    if not isinstance(reduced, int) or program.sizes[reduced] < HELD_BYTES:
+        return False
+    return tuple(reduction.source.params["axes"]) == (program.avals[reduced].ndim - 1,)
 
 
 def in_pieces(eqn: Any) -> bool:

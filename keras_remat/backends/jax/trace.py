@@ -26,7 +26,7 @@ from keras_remat.backends.batches import check_dense
 from keras_remat.backends.jax import cudnn, private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
-from keras_remat.backends.jax.kinds import kinds_of, read_padded
+from keras_remat.backends.jax.kinds import in_softmaxes, kinds_of, read_padded
 from keras_remat.backends.jax.measure import check_placed, live_target
 from keras_remat.backends.jax.sharding import Layout, count, layouts, mesh_of
 from keras_remat.backends.micro_batches import watched_micro_batches
@@ -190,6 +190,7 @@ def trace(
         lambda e: private.is_backward(e.scope),
         None if like is None else like.program,
         read_padded(program, target),
+        in_softmaxes(program, target),
     )
     return JaxTracedStep(
         graph,

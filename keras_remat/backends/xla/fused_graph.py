@@ -60,6 +60,7 @@ def fused_graph(
     is_backward: Callable[[Equation], bool],
     like: Program | None = None,
     copied: Collection[int] = (),
+    along: Collection[int] = (),
 ) -> tuple[Graph, tuple[int, ...], dict[int, tuple[int, ...]]]:
     """Returns the graph of a program, the program's number of every value, and the equations of
     every op.
@@ -71,10 +72,11 @@ def fused_graph(
         is_backward: whether an equation was traced by differentiation.
         like: the same step for another batch size, if its ops are wanted: which values exist
             depends on how sizes compare, and so differs a little from one batch size to another.
-        copied: see :func:`~keras_remat.backends.xla.fusion.clusters`.
+        copied, along: see :func:`~keras_remat.backends.xla.fusion.clusters`.
     """
     same = like is not None and _kinds(like) == _kinds(program)
-    parts = clusters(program, kinds, like.sizes if like is not None and same else None, copied)
+    sizes = like.sizes if like is not None and same else None
+    parts = clusters(program, kinds, sizes, copied, along)
     makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
     phases = _phases(program, parts, is_backward)
     order, after, overwritten = _arranged(program, parts, makers, phases, state)

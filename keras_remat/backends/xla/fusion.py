@@ -222,7 +222,7 @@ class Cluster:
     may_reuse: tuple[int, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Chain:
     """Says what stands behind a value that does not exist.
 
@@ -246,6 +246,7 @@ def clusters(
     kinds: Kinds,
     sizes: Sequence[int] | None = None,
     copied: Collection[int] = (),
+    along: Collection[int] = (),
 ) -> list[Cluster]:
     """Returns the clusters of a program, in the order of their last equations; together they
     compute every output.
@@ -257,6 +258,8 @@ def clusters(
             program for another batch size.
         copied: numbers that are read as copies alone, which are written of what they are made of:
             that is what is in memory, until all are written.
+        along: numbers that each reader which can take what they are made of computes along, though
+            they are expensive, or reductions.
     """
     producer = {
         out: at for at, equation in enumerate(program.equations) for out in equation.outputs
@@ -276,7 +279,9 @@ def clusters(
     for at, equation in enumerate(program.equations):
         chain = _chain_behind(at, equation, kinds, chains)
         out = next(iter(equation.outputs), -1)
-        if equation.kind in kinds.views:
+        if out in along and out not in in_memory:
+            absent, chain = True, replace(chain, expensive=False)
+        elif equation.kind in kinds.views:
             absent = out not in kept
         else:
             absent = _can_be_absent(equation, kinds, in_memory) and (

@@ -15,6 +15,7 @@ from keras_remat.backends.jax.flatten import flatten
 from keras_remat.backends.jax.kinds import (
     KERNEL_GRADIENT,
     copied_operands,
+    in_softmaxes,
     is_channels_first,
     is_emulated,
     is_of_transposed,
@@ -59,6 +60,25 @@ def test_which_gradients_are_read_as_padded_copies_alone():
     assert len(found("H100")) == 1
     assert "conv2d_transpose" in found("H100")[0]
     assert not found("T4")
+
+
+def test_what_a_softmax_computes_along():
+    """A row's maximum, the exponentials and the sum, where XLA:GPU computes all of a large softmax
+    in one kernel."""
+    t4, h100 = card("T4"), card("H100")
+
+    def inside(function, size, target):
+        x = jax.ShapeDtypeStruct((4, size, 64), "float32")
+        program = flatten(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(function(x) ** 3)))(x))
+        found = in_softmaxes(program, target)
+        return sorted(e.kind for e in program.equations if not found.isdisjoint(e.outputs))
+
+    assert inside(jax.nn.softmax, 128, h100) == ["exp", "reduce_max", "reduce_sum"]
+    assert not inside(jax.nn.softmax, 128, t4)
+    assert not inside(jax.nn.softmax, 128, live("cpu", "a CPU"))
+    assert not inside(jax.nn.softmax, 2, h100), "small"
+    assert not inside(lambda x: jax.nn.softmax(x, 1), 128, h100), "of columns"
+    assert not inside(lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x), -1, keepdims=True), 128, h100)
 
 
 def test_where_images_lie_channels_first():

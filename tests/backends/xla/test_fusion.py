@@ -92,6 +92,24 @@ def test_what_is_joined_is_copied_into_readers_that_take_it():
     assert joined in exist, "a product reads memory"
 
 
+def test_what_is_computed_along_is_copied_into_readers_that_take_it():
+    """An expensive value of several readers, and a reduction."""
+
+    def exist(reader):
+        program = FlatProgram(LARGE)
+        scores = program.add("dot", 0)
+        a = program.add("exp", scores)
+        total = program.add("sum", a, nbytes=LARGE // 64)
+        b, c = program.add("add", a, total), program.add("sum", a, total, nbytes=4)
+        program.returns(b, c, program.add(reader, total, nbytes=4))
+        made = clusters(program, KINDS, along={a, total})
+        return a in sum((part.outputs for part in made), ()), [part.reads for part in made], total
+
+    assert exist("add") == (False, [(0,), (1,), (1,), (1,)], 3)
+    _, reads, total = exist("dot")
+    assert (total,) in reads, "a product reads memory"
+
+
 def test_what_the_program_is_given_does_not_count_as_large():
     program = FlatProgram(LARGE, LARGE)
     a = program.add("add", 0, 1)
