@@ -240,10 +240,13 @@ def compile_of(traced: Any) -> Compile:
     if keras.backend.backend() == "jax":
         from keras_remat.backends.jax import lower as lowering
 
+        known: dict[Schedule, lowering.Written] = {}
+
         def on_jax(problem: Problem, schedule: Schedule | None) -> CompiledStep:
             if schedule is None:
                 return told(lowering.lower_plain(traced))
-            written = lowering.lower_within(traced, schedule, problem.room_bytes)
+            room, written = problem.room_bytes, known.get(schedule)
+            known[schedule] = written = lowering.lower_within(traced, schedule, room, written)
             return told(written.step, written.ways)
 
         return on_jax
@@ -334,7 +337,8 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
     for share in shares:
         started, started_cpu = time.perf_counter(), time.process_time()
         compiler = Compiler(compile_step, plain)
-        compiler.memory = CompiledMemory(compiler, on_gpu=True)
+        rewrites = keras.backend.backend() == "jax"
+        compiler.memory = CompiledMemory(compiler, on_gpu=True, rewrites=rewrites)
         limit = int(share * plain.added_bytes)
         row = known | {"at": share, "limit_bytes": limit}
         try:

@@ -144,21 +144,22 @@ class Ours:
     def __init__(self, plain: Step, target: Target, seconds: float):
         self._traced, self._target, self._seconds = plain.traced, target, seconds
         self._plain = plain
-        self._compiled: dict[Schedule, Any] = {}
+        self._written: dict[Schedule, lowering.Written] = {}
         profile = JaxBackend(target).estimated_profile(plain.traced)
         self.problem = Problem(plain.traced.graph, profile)
-        self._memory = CompiledMemory(self._added_bytes, on_gpu=True)
+        self._memory = CompiledMemory(self._added_bytes, on_gpu=True, rewrites=True)
 
     def _added_bytes(self, problem: Problem, schedule: Schedule | None) -> int:
         if schedule is None:
             return self._plain.added_bytes
-        written = lowering.lower_within(self._traced, schedule, problem.room_bytes)
-        self._compiled[schedule] = written.step
+        written = self._written.get(schedule)
+        written = lowering.lower_within(self._traced, schedule, problem.room_bytes, written)
+        self._written[schedule] = written
         return written.added_bytes
 
     def at(self, limit_bytes: int) -> dict[str, Any]:
         """Returns what a row says of a plan for so many bytes above the resident ones."""
-        before, resident = len(self._compiled), self.problem.profile.resident_bytes
+        before, resident = len(self._written), self.problem.profile.resident_bytes
         try:
             planned = within_budget(
                 self.problem,
@@ -171,12 +172,12 @@ class Ours:
             return {"ours": "below the floor"}
         except RematError:
             return {"ours": "not found"}
-        compilations = len(self._compiled) - before
+        compilations = len(self._written) - before
         schedule = planned.schedule
-        if schedule not in self._compiled:  # the plain step's bytes are as good
+        if schedule not in self._written:  # the plain step's bytes are as good
             found = told("ours", self._plain.added_bytes, self._plain.costs)
         else:
-            compiled = self._compiled[schedule]
+            compiled = self._written[schedule].step
             of = costs(compiled.as_text(), self._target.rates)
             found = told("ours", memory(compiled).added_bytes, of)
         return {"ours": "kept", "compilations": compilations} | found

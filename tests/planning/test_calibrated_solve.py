@@ -110,6 +110,30 @@ def test_a_schedule_that_is_known_to_take_more_is_written_anew_for_a_lower_limit
     assert found.peak_bytes == memory.peak_bytes(PROBLEM, found.schedule) <= budget
 
 
+@pytest.mark.parametrize("least", [0.0, 1.0], ids=["another is found", "none is"])
+def test_a_schedule_that_misses_by_little_is_not_written_anew_before_another_is_tried(least):
+    """Loosely, schedules take a little more than predicted; ``least`` of the budget at least."""
+    budget = int(0.8 * PLAIN)
+    anew = []
+
+    def compiled(problem, schedule):
+        added = simulate(problem, schedule or STORE_ALL).peak_bytes - RESIDENT
+        if schedule is None:
+            return added
+        loosely = max(int(1.06 * added), int(least * 1.01 * (budget - RESIDENT)))
+        if problem.room_bytes is None or loosely <= problem.room_bytes:
+            return loosely
+        anew.append(schedule)
+        return added
+
+    memory = CompiledMemory(compiled, on_gpu=True, rewrites=True)
+    found = calibrated_solve.within_budget(PROBLEM, budget, memory, solver="greedy")
+    assert found.is_exact
+    assert found.peak_bytes <= budget
+    assert (found.schedule in anew) == bool(least)
+    assert bool(anew) == bool(least)
+
+
 def test_so_many_are_compiled_and_no_more(monkeypatch):
     sure = calibrated_solve.OPTIONS.sure_compilations
     fewer = replace(calibrated_solve.OPTIONS, most_compilations=sure)
