@@ -258,20 +258,12 @@ def clusters(
             program for another batch size.
         copied: numbers that are read as copies alone, which are written of what they are made of:
             that is what is in memory, until all are written.
-        along: numbers that each reader which can take what they are made of computes along, though
-            they are expensive, or reductions.
+        along: numbers that every reader computes along where it can, also of reductions.
     """
-    producer = {
-        out: at for at, equation in enumerate(program.equations) for out in equation.outputs
-    }
-    readers: dict[int, list[int]] = defaultdict(list)
-    for at, equation in enumerate(program.equations):
-        for number in dict.fromkeys(equation.reads):
-            readers[number].append(at)
+    producer = {out: at for at, e in enumerate(program.equations) for out in e.outputs}
     kept = {a for a in program.outputs if isinstance(a, int)}
     size = program.sizes if sizes is None else sizes
-    in_memory = _read_from_memory(program, kinds, kept)
-    in_memory |= _waiting_parts(program, kinds, readers, size)
+    in_memory = _read_from_memory(program, kinds, kept) | _waiting_parts(program, kinds, size)
     beside = _ends(program, kinds, set(range(len(size))))  # as if all values existed
     ends = _ends(program, kinds, in_memory)
 
@@ -327,9 +319,7 @@ def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int
     return needed
 
 
-def _waiting_parts(
-    program: Program, kinds: Kinds, readers: dict[int, list[int]], size: Sequence[int]
-) -> set[int]:
+def _waiting_parts(program: Program, kinds: Kinds, size: Sequence[int]) -> set[int]:
     """Returns numbers of the large parts of computed values that are read behind a product or the
     like."""
     reads_memory = [
@@ -337,6 +327,7 @@ def _waiting_parts(
         for at, e in enumerate(program.equations)
         if e.kind not in kinds.fusible and e.kind not in kinds.reductions
     ]
+    last = {number: at for at, e in enumerate(program.equations) for number in e.reads}
     found = set()
     for at, equation in enumerate(program.equations):
         if equation.kind in kinds.cut and min(equation.reads, default=0) >= program.n_given:
@@ -344,8 +335,7 @@ def _waiting_parts(
             if size[part] < HELD_BYTES:
                 continue
             after = bisect_right(reads_memory, at)
-            end = max(readers[part], default=at)
-            if after < len(reads_memory) and reads_memory[after] < end:
+            if after < len(reads_memory) and reads_memory[after] < last.get(part, at):
                 found.add(part)
     return found
 
