@@ -197,8 +197,6 @@ class BudgetSearch:
             reached, target = target, max(target - less, (unreachable + target) // 2)
             if surplus > reached - unreachable and reached - target <= hardly:
                 break  # no correction that is left makes up for the surplus
-        if self._chosen is None and self._near is not None:
-            self._choose_if_it_fits(self._compiled(self._near))
         self._compile_least(deadline_s)
         if self._chosen is None:
             raise self._not_found()
@@ -355,8 +353,10 @@ class BudgetSearch:
             self._chosen = one, one.usage.peak_bytes
 
     def _compile_least(self, deadline_s: float) -> None:
-        """Compiles what is predicted to need least of all that was found, until one keeps to the
-        budget."""
+        """Compiles what missed the budget by little in another way, and then what is predicted to
+        need least of all that was found, until one keeps to the budget."""
+        if self._chosen is None and self._near is not None:
+            self._choose_if_it_fits(self._compiled(self._near))
         while self._chosen is None and self._untried and self._may_compile(deadline_s):
             predicted = {
                 order: self.memory.peak_bytes(self.problem, order) for order in self._untried

@@ -3,7 +3,7 @@ devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from keras_remat.backends.jax.kinds import (
     CONVOLUTION,
     IMAGE_RANK,
     KERNEL_GRADIENT,
+    KINDS,
     POOLING_GRADIENT,
     POOLING_PIECES,
     SCAN,
@@ -35,6 +36,7 @@ from keras_remat.backends.jax.sharding import Layout
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.protect import Writer
+from keras_remat.core.graph import UPDATE
 from keras_remat.core.target import Target
 
 CHANNELS_FIRST = (0, 3, 1, 2)
@@ -127,13 +129,22 @@ class GpuWriter(JaxWriter):
     A convolution whose image is padded at one side more, or has no type that the card computes in,
     reads a copy of it. The gradient of its kernel would share that copy, so it would be kept from
     the forward phase on: there the image waits for the gradient.
+
+    A sum lies as what is added up. Where that is a bias's gradient, of heads for instance, XLA
+    turns weight and moments for the update, and what it makes of them back: four kernels for one,
+    as slow as larger ones. So it is laid as the bias.
+
+    Args:
+        program: what is written.
+        target: the GPU.
+        gradients: numbers of what updates read.
     """
 
     uses_barriers = True
 
-    def __init__(self, program: FlatProgram, target: Target):
+    def __init__(self, program: FlatProgram, target: Target, gradients: Collection[int] = ()):
         super().__init__(program, uses_branches=False)
-        self._target = target
+        self._target, self._gradients = target, gradients
         self._holds_images_first = holds_images_first(program, target)
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
@@ -155,7 +166,9 @@ class GpuWriter(JaxWriter):
         results = super().write(at, inputs)
         if equation.kind == CONVOLUTION and is_emulated(results[0].dtype, self._target):
             results = [self.hold(results[0])]  # else what it was computed in is kept
-        return [*map(_row_major, results)] if equation.kind == KERNEL_GRADIENT else results
+        is_gradient = equation.kind in KINDS.reductions and equation.outputs[0] in self._gradients
+        is_laid = equation.kind == KERNEL_GRADIENT or is_gradient
+        return [*map(_row_major, results)] if is_laid else results
 
     def copied(self, at: int) -> Sequence[int]:
         equation = self._program.equations[at]
@@ -298,5 +311,7 @@ def writer_of(traced: JaxTracedStep) -> JaxWriter:
     if traced.mesh is not None:
         return ShardedWriter(traced)
     if traced.target.on_gpu:
-        return GpuWriter(traced.program, traced.target)
+        updates = (op for op in traced.graph.ops if op.phase == UPDATE)
+        gradients = {traced.numbers[v] for op in updates for v in op.inputs}
+        return GpuWriter(traced.program, traced.target, gradients)
     return JaxWriter(traced.program, uses_branches=True)
