@@ -106,6 +106,17 @@ def test_where_images_lie_channels_first():
         assert ("layout_constraint" in str(held)) is laid
 
 
+def test_a_sum_that_an_update_reads_lies_as_the_weight():
+    """Not as what is added up; no other sum is laid in any way."""
+    x = jax.ShapeDtypeStruct((8, 4, 16), "float32")
+    program = flatten(jax.make_jaxpr(lambda x: jnp.sum(x, 0))(x))
+    (total,) = program.outputs
+    for gradients, is_laid in (((), False), ((total,), True)):
+        writer = GpuWriter(program, card("H100"), gradients)
+        written = jax.make_jaxpr(lambda x, writer=writer: writer.write(0, [x]))(x)
+        assert ("layout_constraint" in str(written)) is is_laid
+
+
 @pytest.mark.parametrize(("padding", "size", "strides"), [("SAME", 3, 2), ("VALID", 2, 3)])
 def test_the_gradient_of_a_transposed_convolution_s_kernel(padding, size, strides):
     """Written as that of the convolution it transposes, it is the same; no other is."""
