@@ -20,7 +20,8 @@ FUSED_SHARE = 0.1
 """What an elementwise op costs when it runs again, of what it would cost as a kernel of its own: it
 is fused into its readers, writes nothing, and much of what it reads they read too. XLA fuses it
 there whether it was kept or not, so a schedule that keeps such values instead of the products and
-convolutions they come from is not obeyed; this share makes it the dearer one."""
+convolutions they come from is not obeyed; this share makes it the dearer one. An op with random
+numbers or a reduction inside, a softmax for instance, is a kernel of its own whatever reads it."""
 
 
 def kernel_time_s(flops: float, traffic_bytes: int, rates: Rates) -> float:
@@ -41,8 +42,8 @@ def op_time_s(traced: FusedStep, op: Op, kinds: Kinds, flops: float, rates: Rate
     pays for what it reads and writes, and nothing for the values inside it."""
     program = traced.program
     traffic = sum(program.sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
-    random = any(program.equations[at].kind in kinds.random for at in traced.handles[op.id])
-    fused = op.kind in kinds.elementwise and not random
+    inside = {program.equations[at].kind for at in traced.handles[op.id]}
+    fused = op.kind in kinds.elementwise and not inside & (kinds.random | kinds.reductions)
     return kernel_time_s(flops, traffic, rates) * (FUSED_SHARE if fused else 1.0)
 
 

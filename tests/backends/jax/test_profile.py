@@ -11,7 +11,8 @@ from keras_remat.backends.jax.lower import lower, lower_plain
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.profile import _bodies_bytes, estimated_profile
 from keras_remat.backends.jax.trace import trace
-from keras_remat.backends.xla.kernel_costs import scaled
+from keras_remat.backends.xla.kernel_costs import kernel_time_s, scaled
+from keras_remat.cards.table import card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -56,6 +57,24 @@ def test_products_dominate(setting):
     times = estimated_profile(traced).op_time_s
     products = sum(times[op.id] for op in traced.graph.ops if op.kind == "dot_general")
     assert 0.3 * sum(times) < products < sum(times)
+
+
+@pytest.mark.parametrize(("name", "is_whole"), [("H100", True), ("T4", False)])
+def test_a_softmax_that_is_one_kernel_costs_one_where_it_runs_again(name, is_whole):
+    """Its last equation is a division: alone, XLA fuses that into what reads it."""
+    inputs = keras.Input((128, 64))
+    shares = keras.layers.Softmax()(keras.layers.Dense(64)(inputs))
+    outputs = keras.layers.GlobalAveragePooling1D()(keras.layers.Dense(10)(shares))
+    model = models.compiled(keras.Model(inputs, outputs))
+    target = card(name)
+    traced = trace(model, models.batch(model, 64), target=target)
+    division = next(op for op in traced.graph.ops if op.kind == "div" and op.phase == "forward")
+    nbytes = 2 * traced.graph.values[division.outputs[0]].nbytes
+    share = estimated_profile(traced).op_time_s[division.id] / kernel_time_s(
+        0, nbytes, target.rates
+    )
+    assert (share >= 1.0) is is_whole
+    assert is_whole or share < 0.2
 
 
 def test_resident_bytes_are_the_arguments_of_the_compiled_step(setting):
