@@ -22,7 +22,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -67,7 +67,7 @@ class Console:
     ):
         self._stream = sys.stdout if stream is None else stream
         self._verbose, self._clock, self._ticking = verbose, clock, ticking
-        self._live = bool(getattr(self._stream, "isatty", lambda: False)())
+        self._live = _is_terminal(self._stream)
         self._lock = threading.Lock()
         self._running: list[_Task] = []
         self._done: dict[str, float] = {}
@@ -204,12 +204,23 @@ class Console:
         self._write(f"{text}\n")
 
     def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
+        """Writes; a stream that is closed, full or gone must not cost the user the training."""
+        if self._stream is None:
+            return
+        with suppress(OSError, ValueError):
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:  # a console of another encoding
+                self._stream.write(text.encode("ascii", "replace").decode())
             self._stream.flush()
-        except UnicodeEncodeError:  # a console of another encoding
-            self._stream.write(text.encode("ascii", "replace").decode())
-            self._stream.flush()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Returns whether a person sees a stream; a daemon has none, or a closed one."""
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 @dataclass(eq=False)

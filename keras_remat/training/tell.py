@@ -224,7 +224,7 @@ def recorded_nothing(*, is_busy: bool) -> News:
     """Tells why no ops were measured."""
     why = "The profiler saw too few ops"
     if is_busy:
-        why = "Another profiler session is running, or is going to"
+        why = "Another profiler session is running, or is going to, or no file can be written"
     return News(EventKind.PROFILE, f"{why}; the plan stays with estimated op times.")
 
 

@@ -281,6 +281,28 @@ def test_a_console_that_cannot_write_our_characters_gets_others():
     assert "4.0 -> 2.0 B (limit 3.0) ? predicted +0 % time ? no op" in stream.read()
 
 
+class Full(io.StringIO):
+    """A file on a full disk, or a terminal that has gone."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [Full(), closed(), None], ids=["full", "closed", "none"])
+def test_a_stream_that_takes_nothing_costs_no_training(stream, monkeypatch):
+    monkeypatch.setattr("sys.stdout", stream)
+    console = Console()
+    with console.task("solving"):
+        console.tick()
+    console.swap_line(plan_like(4, 2), 3)
+
+
 def test_an_op_that_runs_three_times_is_not_said_to_run_twice():
     stream = Stream(terminal=False)
     Console(stream).swap_line(plan_like(4, 2, order=(0, 1, 0, 2, 0)), 3)

@@ -38,8 +38,8 @@ SENTENCES = [
     ),
     (
         tell.recorded_nothing(is_busy=True),
-        "Another profiler session is running, or is going to; the plan stays with estimated op "
-        "times.",
+        "Another profiler session is running, or is going to, or no file can be written; the plan "
+        "stays with estimated op times.",
     ),
     (
         tell.tightens(101 * MIB, 94 * MIB, LIMIT),

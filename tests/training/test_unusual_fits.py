@@ -336,6 +336,33 @@ def test_a_report_that_cannot_be_written_costs_no_training(tmp_path):
         assert told == any("the report is not saved" in str(one.message) for one in caught)
 
 
+def _no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+
+
+def _full_disk(monkeypatch, tmp_path):
+    stop = tf.profiler.experimental.stop
+
+    def stopped(save=True):
+        stop(save=False)
+        if save:
+            raise tf.errors.ResourceExhaustedError(None, None, "No space left on device")
+
+    monkeypatch.setattr(tf.profiler.experimental, "stop", stopped)
+
+
+@pytest.mark.usefixtures("over_any_limit")
+@pytest.mark.parametrize("is_so", [_no_folder, _full_disk])
+def test_where_no_temporary_file_can_be_written_training_goes_on(is_so, monkeypatch, tmp_path):
+    plain, model, remat = counting_model(), counting_model(), autotune(batch_size="keep")
+    plain.fit(*numbered(60), batch_size=10, verbose=0)
+    is_so(monkeypatch, tmp_path)
+    model.fit(*numbered(60), batch_size=10, verbose=0, callbacks=[remat])
+    assert seen(model, 60) == seen(plain, 60)
+    assert remat.plan is not None
+    assert any("the plan stays with estimated op times" in e.message for e in remat.report.events)
+
+
 def test_a_callback_that_was_refused_holds_no_data_of_its_fit():
     model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(256), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

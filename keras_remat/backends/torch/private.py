@@ -413,14 +413,15 @@ def _free_what_was_there() -> None:
 def _without_profiler_lines() -> Iterator[None]:
     """Keeps the lines that a profiler session begins and ends with off the terminal; others that
     are written meanwhile come afterwards."""
-    try:
-        terminal = os.dup(2)
-    except OSError:  # there is none
-        yield
-        return
-    if sys.stderr is not None:
-        sys.stderr.flush()
-    with tempfile.TemporaryFile() as written:
+    with ExitStack() as files:
+        try:
+            written = files.enter_context(tempfile.TemporaryFile())
+            terminal = os.dup(2)
+        except OSError:  # there is no terminal, or no file can be made
+            yield
+            return
+        if sys.stderr is not None:
+            sys.stderr.flush()
         os.dup2(written.fileno(), 2)
         try:
             yield

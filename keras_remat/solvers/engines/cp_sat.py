@@ -102,7 +102,10 @@ class Worker:
 
     def __init__(self, memory_limit_bytes: int = MEMORY_LIMIT_BYTES) -> None:
         require_ortools()
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        try:
+            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        except OSError as error:
+            raise CpSatProcessError(f"no temporary file can be made: {error}") from error
         try:
             self._process = interpreter.start(
                 "-m",

@@ -38,12 +38,23 @@ LONGEST_S = 120.0
 
 
 def jit(function: F) -> F:
-    """Compiles a function of a kernel module when it is first called, where Numba is installed."""
+    """Compiles a function of a kernel module when it is first called, where Numba can."""
     try:
-        from numba import njit
-    except ImportError:
+        return compiled_once(function)
+    except (ImportError, RuntimeError):
         function.py_func = function  # type: ignore[attr-defined]
         return function
+
+
+def compiled_once(function: F) -> F:
+    """Compiles a function when it is first called on a machine.
+
+    Raises:
+        ImportError: Numba is not installed.
+        RuntimeError: there is no folder for its machine code.
+    """
+    from numba import njit
+
     return cast(F, njit(cache=True)(function))
 
 

@@ -17,7 +17,6 @@ same moves for the same seed, and a round has fewer of them.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -214,7 +213,7 @@ def warm_up() -> None:
         ImportError: Numba is not installed.
         RuntimeError: there is no folder for its machine code.
     """
-    importlib.import_module("numba")
+    native.compiled_once(warm_up)
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
     for _ in improve(
         problem, None, deadline=NO_DEADLINE, moves=1, compiled=True, coolings=(LOOSE,)

@@ -25,15 +25,28 @@ def test_numba_is_not_imported_before_it_is_needed(module: str) -> None:
     assert run(f"import sys, {module}; sys.exit('numba' in sys.modules)") == 0
 
 
-def test_without_numba_the_moves_are_python() -> None:
+#: What a process runs first, so that Numba is not there, or cannot keep what it compiles.
+WITHOUT = {
+    "numba": "import sys; sys.modules['numba'] = None\n",
+    "a folder for it": (
+        "import numba.core.caching as caching\n"
+        "for kind in list(vars(caching).values()):\n"
+        "    if hasattr(kind, '_locator_classes'):\n"
+        "        kind._locator_classes = []\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("lacking", WITHOUT.values(), ids=WITHOUT)
+def test_without_numba_the_moves_are_python(lacking: str) -> None:
     code = (
-        "import sys; sys.modules['numba'] = None\n"
+        f"{lacking}import sys\n"
         "from keras_remat.core.graph import chain_example\n"
         "from keras_remat.core.problem import Problem\n"
         "from keras_remat.core.profile import Profile\n"
         "from keras_remat.solvers.engines import native\n"
         "from keras_remat.solvers import SOLVERS\n"
-        "native.WARM_UP = 'import sys; sys.exit(1)'\n"
+        f"native.WARM_UP = {lacking!r} + native.WARM_UP\n"
         "problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)\n"
         "order = SOLVERS['anneal'](problem, time_limit_s=1.0).schedule.order\n"
         "sys.exit(order != (0, 1, 2, 3, 0, 4) or native.is_compiled(20.0))\n"
@@ -68,6 +81,15 @@ def test_without_an_interpreter_to_start_the_moves_are_python(
         cp_sat.Worker()
     assert solve(chain_problem(12).with_budget(9), time_limit_s=5).usage is not None
     native.begin.cache_clear()
+
+
+def test_without_a_temporary_folder_there_is_no_process_of_cp_sat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/folder")
+    monkeypatch.setattr(cp_sat, "available", lambda: True)
+    with pytest.raises(cp_sat.CpSatProcessError, match="no temporary file"):
+        cp_sat.Worker()
 
 
 def test_a_process_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

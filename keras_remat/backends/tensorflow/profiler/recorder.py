@@ -50,8 +50,14 @@ class Recorder:
 
     def start(self) -> bool:
         """Starts recording; returns ``False`` when the user's own profiler session is running,
-        which is then left alone."""
-        directory = tempfile.TemporaryDirectory(prefix="keras_remat_profile_")
+        which is then left alone, and where there is no folder to write to."""
+        try:
+            directory = tempfile.TemporaryDirectory(
+                prefix="keras_remat_profile_", ignore_cleanup_errors=True
+            )
+        except OSError as error:
+            logger.warning("Nothing is recorded, as there is no temporary folder: %s", error)
+            return False
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=3, python_tracer_level=0, device_tracer_level=1
         )
@@ -78,9 +84,10 @@ class Recorder:
                 tuple(plane for trace in traces for plane in trace.planes),
                 tuple(error for trace in traces for error in trace.errors),
             )
-        except tf.errors.UnavailableError as error:  # the user's own code has stopped the session
+        except (tf.errors.OpError, OSError) as error:
+            # the user's own code has stopped the session, or the disk is full
             logger.warning(
-                "The profiler session ended early (%s); the estimated profile stays.", error.message
+                "The profiler session ended early (%s); the estimated profile stays.", error
             )
             return Recording()
         finally:
