@@ -14,17 +14,18 @@ from collections import OrderedDict
 from weakref import WeakKeyDictionary
 
 from keras_remat.backends.memory import MemoryModel
-from keras_remat.core.deadline import work_budget_s
+from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
-from keras_remat.solvers.search.greedy import FIRST_PASSES, STEPS_PER_S
+from keras_remat.solvers.search.greedy import steps_limit, sure_steps
 
 #: The solver whose answers are remembered: it takes the first order that it finds.
 QUICK = "greedy_first"
 #: Answers that are remembered for one memory model.
 _MOST = 64
-#: Says what was asked: ids of graph and profile, the target in bytes, and the seed.
-Asked = tuple[int, int, int, int]
+#: Says what was asked: ids of graph and profile, what can be fetched, the target in bytes, and the
+#: seed.
+Asked = tuple[int, int, Offload | None, int, int]
 
 
 class QuickOrders:
@@ -32,32 +33,32 @@ class QuickOrders:
 
     def __init__(self) -> None:
         # graph and profile are kept, so that nothing else gets their ids
-        self._known: OrderedDict[Asked, tuple[Problem, list[Solution], float]] = OrderedDict()
+        self._known: OrderedDict[Asked, tuple[Problem, list[Solution], int]] = OrderedDict()
 
     def of(self, problem: Problem, seed: int, time_limit_s: float) -> list[Solution] | None:
         """Returns what was found; empty where nothing was in as much work, and ``None`` where the
         solver was not asked for as much."""
         if (known := self._known.get(_asked(problem, seed))) is None:
             return None
-        _, found, work_s = known
-        return list(found) if found or _work_s(problem, time_limit_s) <= work_s else None
+        _, found, steps = known
+        return list(found) if found or _steps(problem, time_limit_s) <= steps else None
 
     def keep(self, problem: Problem, seed: int, time_limit_s: float, found: list[Solution]) -> None:
         """Keeps an answer, and forgets the oldest one of too many."""
-        work_s = _work_s(problem, time_limit_s)
-        self._known[_asked(problem, seed)] = problem, list(found), work_s
+        steps = _steps(problem, time_limit_s)
+        self._known[_asked(problem, seed)] = problem, list(found), steps
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
 
 
 def _asked(problem: Problem, seed: int) -> Asked:
-    return id(problem.graph), id(problem.profile), problem.budget_bytes or 0, seed
+    ids = id(problem.graph), id(problem.profile)
+    return *ids, problem.offload, problem.budget_bytes or 0, seed
 
 
-def _work_s(problem: Problem, time_limit_s: float) -> float:
-    """Returns the seconds of counted work that a solve does at most."""
-    sure_s = FIRST_PASSES * len(problem.graph.needed) / STEPS_PER_S
-    return max(work_budget_s(time_limit_s), sure_s)
+def _steps(problem: Problem, time_limit_s: float) -> int:
+    """Returns how many steps a solve takes at most."""
+    return max(steps_limit(time_limit_s), sure_steps(problem))
 
 
 _OF: WeakKeyDictionary[MemoryModel, QuickOrders] = WeakKeyDictionary()

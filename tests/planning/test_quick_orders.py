@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
+from keras_remat.core.offload import Offload
+from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.planning import calibrated_solve
 from keras_remat.planning.calibrated_solve import BudgetSearch
 from keras_remat.planning.quick_orders import QUICK, quick_orders
+from keras_remat.planning.slice_costs import sliced_costs
 
 PROBLEM = chain_problem(64)
 BUDGET = int(0.7 * store_all_peak(64))
@@ -78,6 +81,31 @@ def test_where_nothing_was_found_more_work_is_another_question(monkeypatch):
         with pytest.raises(ScheduleNotFoundError):
             found(memory, seconds=seconds)
     assert asked == [2.0, 3.0]
+
+
+def test_a_graph_in_slices_is_not_solved_twice_with_the_same_work(monkeypatch):
+    """Whatever the seconds, its first schedule gets ``SLICED_FIRST_PASSES`` steps per op."""
+    asked, memory = [], FakeBackend().memory
+    whole = chain_problem(64, layers=40)
+    rules = {1: SliceRule(frozenset(whole.graph.ops[1].inputs))}
+    sliced = sliced_costs(whole, sliced_graph(whole.graph, rules, Slicing((1,), 2)))
+
+    def solve(problem, *, time_limit_s, **options):
+        asked.append(time_limit_s)
+        raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    for seconds in (0.1, 0.2, 10.0):
+        with pytest.raises(ScheduleNotFoundError):
+            found(memory, problem=sliced, seconds=seconds)
+    assert asked == [0.1, 10.0]
+
+
+def test_what_can_be_fetched_is_another_question(asked):
+    memory = FakeBackend().memory
+    found(memory)
+    found(memory, problem=replace(PROBLEM, offload=Offload(1e9)))
+    assert len(asked) == 2
 
 
 def test_few_answers_are_kept_and_none_longer_than_the_fit(monkeypatch):

@@ -91,6 +91,12 @@ def steps_limit(time_limit_s: float) -> int:
     return int(STEPS_PER_S * work_budget_s(time_limit_s))
 
 
+def sure_steps(problem: Problem) -> int:
+    """Returns how many steps the first schedule gets, whatever the time limit and the clock say."""
+    passes = SLICED_FIRST_PASSES if is_sliced(problem.graph) else FIRST_PASSES
+    return passes * len(problem.graph.needed)
+
+
 def candidates(
     problem: Problem,
     *,
@@ -108,8 +114,7 @@ def candidates(
         max_steps: steps of all policies together (:func:`steps_limit`).
         orders: base orders; the memory-aware one and the default one when missing.
         policies: what is tried on each, in this order.
-        anyway: whether the first schedule gets ``FIRST_PASSES`` steps per op at least, or
-            ``SLICED_FIRST_PASSES``, without a clock.
+        anyway: whether the first schedule gets :func:`sure_steps` at least, without a clock.
     """
     if orders is None:
         orders = base_orders(problem)
@@ -120,10 +125,8 @@ def candidates(
             return
     if budget is None:
         return
-    in_slices = is_sliced(problem.graph)
-    sure = (SLICED_FIRST_PASSES if in_slices else FIRST_PASSES) * len(problem.graph.needed)
-    passes = _Passes(problem, budget, deadline, max_steps, sure if anyway else 0)
-    if in_slices:
+    passes = _Passes(problem, budget, deadline, max_steps, sure_steps(problem) if anyway else 0)
+    if is_sliced(problem.graph):
         yield from _in_slices(problem, passes, orders)
     room = max(0, budget - problem.floor_bytes)
     # most runs per op; a policy that thrashes is seldom worth waiting for
