@@ -251,14 +251,13 @@ def overheads(problem: Problem) -> list[tuple[int, float]]:
     """Returns (budget in bytes, overhead ratio) for budgets that a quick solver meets.
 
     Args:
-        problem: its budget plays no part. One second is spent on each of nine budgets between the
-            floor and the peak without recomputation.
+        problem: its budget plays no part. One second is spent on each of nine budgets at most,
+            between the floor and the peak without recomputation.
     """
     floor = problem.floor_bytes
     room = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes - floor
     points = []
-    for share in _SHARES:
-        budget = floor + round(share * room)
+    for budget in dict.fromkeys(max(1, floor + round(share * room)) for share in _SHARES):
         try:
             found = solve(problem.with_budget(budget), solver="greedy", time_limit_s=_SOLVE_S)
         except (InfeasibleBudgetError, ScheduleNotFoundError):
@@ -354,7 +353,11 @@ def solution_of(raw: Fields, solve_time_s: float, usage: Usage | None) -> Soluti
 
 def usage_of(raw: Fields) -> Usage:
     """Returns the time and the peak in a file's object."""
-    return Usage(float(raw.get("time_s", (int, float))), raw.get("peak_bytes", int))
+    usage = Usage(float(raw.get("time_s", (int, float))), raw.get("peak_bytes", int))
+    if usage.time_s < 0 or usage.peak_bytes < 0:
+        key = "time_s" if usage.time_s < 0 else "peak_bytes"
+        raise raw.wrong(raw.path(key), "must not be negative", raw.document[key])
+    return usage
 
 
 def _usage(fields: Fields, key: str) -> Usage:

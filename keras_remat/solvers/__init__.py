@@ -29,6 +29,9 @@ from keras_remat.solvers.orders.incumbent import run
 from keras_remat.solvers.orders.timeline import TOO_MANY_BYTES
 
 Solver = Callable[..., Solution]
+SECONDS = 1e-200, 1e200
+"""The least and the most that the times of all ops may sum to, so that their quotients and sums
+over a schedule stay numbers."""
 
 
 def _solver(name: str, target: str, *, fetches: bool = False, **options: Any) -> Solver:
@@ -110,7 +113,8 @@ def solve(
 
     Raises:
         InfeasibleBudgetError: proved that no schedule fits.
-        InvalidProblemError: its bytes sum to ``TOO_MANY_BYTES`` or more.
+        InvalidProblemError: its bytes or seconds sum to more than solvers add up, or its seconds
+            to hardly more than none.
         ScheduleNotFoundError: none found, none proved impossible.
         ValueError, TypeError: wrong arguments.
     """
@@ -118,7 +122,7 @@ def solve(
     check_seconds("time_limit_s", time_limit_s)
     check_int("seed", seed, least=0)
     check_floor(problem)
-    _check_bytes(problem)
+    _check_sums(problem)
 
     def told(solution: Solution) -> None:
         validate(problem, solution.schedule)
@@ -145,8 +149,8 @@ def check_floor(problem: Problem) -> None:
         raise InfeasibleBudgetError(problem.budget_bytes, problem.floor_bytes, name)
 
 
-def _check_bytes(problem: Problem) -> None:
-    """Raises :class:`InvalidProblemError` for more bytes than solvers can add up."""
+def _check_sums(problem: Problem) -> None:
+    """Raises :class:`InvalidProblemError` for bytes and seconds that solvers cannot add up."""
     total = problem.profile.resident_bytes + sum(problem.profile.op_workspace_bytes)
     total += sum(value.nbytes for value in problem.graph.values)
     if total >= TOO_MANY_BYTES:
@@ -154,4 +158,11 @@ def _check_bytes(problem: Problem) -> None:
             f"resident bytes, values and workspaces sum to {total} bytes; less than "
             f"{TOO_MANY_BYTES} can be solved. Give sizes in a larger unit",
             value=total,
+        )
+    total_s, (least_s, most_s) = sum(problem.op_time_s), SECONDS
+    if total_s and not least_s <= total_s <= most_s:
+        raise InvalidProblemError(
+            f"the times of the ops sum to {total_s:g} seconds; none, and from {least_s:g} to "
+            f"{most_s:g}, can be solved. Give times in another unit",
+            value=total_s,
         )

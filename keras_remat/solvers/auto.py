@@ -133,11 +133,11 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     Raises:
         InfeasibleBudgetError: proved that there is none.
     """
-    if incumbent.problem.fetches:
-        fetching.solve(incumbent, seed, solve)
-        return
     try:
-        _Search(incumbent, seed).run()
+        if incumbent.problem.fetches:
+            fetching.solve(incumbent, seed, solve)
+        else:
+            _Search(incumbent, seed).run()
     except KeyboardInterrupt:
         if incumbent.order is None:
             raise

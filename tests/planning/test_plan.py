@@ -113,6 +113,8 @@ def edited(**changes):
         {"predicted": {"time_s": 1.0}},
         {"predicted": {"time_s": 1.0, "peak_bytes": float("inf")}},
         {"predicted": {"time_s": float("nan"), "peak_bytes": 1}},
+        {"predicted": {"time_s": 1.0, "peak_bytes": -1}},
+        {"measured": {"time_s": -1.0, "peak_bytes": 1}},
         {"measured": "yes"},
         {"profile_source": "guessed"},
         {"device": 0},

@@ -10,7 +10,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import MissingPackageError
-from keras_remat.planning.plan import Plan
+from keras_remat.planning.plan import Plan, overheads
 from keras_remat.reporting import chart, mpl, pictures, svg
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 
@@ -105,6 +105,11 @@ def test_overhead_of_a_plan_solves_a_few_budgets():
     points = axes.lines[0].get_xydata().tolist()
     assert points[0] == [11, 0]
     assert points[-1] == [7, pytest.approx(20)]
+
+
+def test_overhead_of_a_step_without_bytes_is_a_point():
+    problem = Problem(Graph((), (), ()), Profile((), (), 0))
+    assert overheads(problem) == [(1, 0.0)]
 
 
 def test_speed_of_every_epoch():

@@ -3,6 +3,7 @@ an honest error."""
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +74,27 @@ def test_bytes_that_solvers_cannot_add_up_are_refused(solver: str) -> None:
     with pytest.raises(InvalidProblemError, match=str(TOO_MANY_BYTES)) as caught:
         solve(problem, solver=solver)
     assert caught.value.value == TOO_MANY_BYTES
+
+
+@pytest.mark.parametrize("op_s", [0.0, 1e-201, 8e198])
+@pytest.mark.parametrize("solver", sorted(QUICK))
+def test_any_seconds_that_solvers_can_add_up_are_taken(solver: str, op_s: float) -> None:
+    problem = chain_problem(6)
+    profile = replace(problem.profile, op_time_s=(op_s,) * len(problem.graph.ops))
+    problem = replace(problem, profile=profile)
+    for budget in (problem.floor_bytes, problem.floor_bytes + 1):
+        check(problem.with_budget(budget), available(solver))
+
+
+@pytest.mark.parametrize("op_s", [5e-324, 1e-320, 1e200, 1e308])
+@pytest.mark.parametrize("solver", sorted(QUICK))
+def test_seconds_that_solvers_cannot_add_up_are_refused(solver: str, op_s: float) -> None:
+    """They gave NaN scores and infinite costs, of which SciPy's solver made an error of its own."""
+    problem = chain_problem(6)
+    profile = replace(problem.profile, op_time_s=(op_s,) * len(problem.graph.ops))
+    problem = replace(problem, profile=profile).with_budget(problem.floor_bytes + 1)
+    with pytest.raises(InvalidProblemError, match="Give times in another unit"):
+        solve(problem, solver=solver)
 
 
 def test_a_budget_below_the_outputs_together_is_refused_and_no_op_is_blamed() -> None:

@@ -23,6 +23,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.solvers import solve
+from keras_remat.solvers.search import anneal
 from tests.solvers.brute_force import fastest
 
 RATES = (0.0, 0.5, 2.0, 8.0, math.inf)
@@ -119,3 +120,15 @@ def test_a_schedule_that_fits_as_it_is_has_no_fetches() -> None:
     peak = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
     solution = solve(problem.with_budget(peak))
     assert (solution.status, solution.schedule) == ("optimal", Schedule.store_all(problem.graph))
+
+
+def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annealing is interrupted, in the search without fetches and in the one that follows it."""
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    problem = replace(chain_problem(12).with_budget(9), offload=Offload(1e-3))
+    recomputed = seconds(replace(problem, offload=None), "greedy")
+    monkeypatch.setattr(anneal, "improve", interrupted)
+    assert seconds(problem, "auto") <= recomputed
