@@ -63,7 +63,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, MissingPackageError, ScheduleNotFoundError
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.coarsen import Coarse, small_value_threshold
-from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.search import anneal, greedy, intervals
 
 #: What makes a row of the table the same row.
@@ -341,7 +341,7 @@ def coarse(options: argparse.Namespace) -> None:
     for path in sorted(Path(options.graphs or os.environ["KERAS_REMAT_GRAPHS"]).glob("*.json")):
         for budget in options.budgets.split(","):
             problem, store_all = budgeted(path, budget)
-            base = memory_aware_order(problem, sorted(problem.graph.needed))
+            base = base_orders(problem)[0]
             if simulate(problem, Schedule(base)).peak_bytes <= (problem.budget_bytes or 0):
                 continue
             small = Coarse(problem, base, small_value_threshold(problem, base))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -85,14 +85,14 @@ def test_memory_aware_orders_are_made_once_per_graph(
     solver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Graph] = []
-    make = reorder._orders
+    make = reorder._Hoist
 
-    def counted(problem: Problem, base: Sequence[int]) -> reorder.Orders:
-        made.append(problem.graph)
-        return make(problem, base)
+    def counted(graph: Graph) -> reorder._Hoist:
+        made.append(graph)
+        return make(graph)
 
     monkeypatch.setattr(reorder, "_ORDERS", WeakKeyDictionary())
-    monkeypatch.setattr(reorder, "_orders", counted)
+    monkeypatch.setattr(reorder, "_Hoist", counted)
     problem = training_problem(random.Random(1), 12)
     for share in (0.6, 0.8):
         with suppress(ScheduleNotFoundError):

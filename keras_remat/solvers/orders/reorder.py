@@ -37,6 +37,7 @@ from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
+from keras_remat.core.topology import predecessors
 
 CLUSTER_OPS = 48
 """Longest run of ops moved ahead as one."""
@@ -47,40 +48,23 @@ SMALL_SHARE = 1 / 8
 op reads."""
 Orders = tuple[tuple[int, ...], ...]
 _ORDERS: WeakKeyDictionary[Graph, Orders] = WeakKeyDictionary()
-"""The orders of the needed ops of a graph: one ``fit`` asks for them under many budgets, and they
-take half of the time of a first greedy schedule."""
+"""The orders that are chosen from, the default one first, whatever the budget: one ``fit`` asks for
+them again and again, and they take half of the time of a first greedy schedule."""
 
 
-def base_orders(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Returns the memory-aware order of the needed ops, and the default one if that is another."""
-    graph = problem.graph
-    default = tuple(sorted(graph.needed))
-    if (orders := _ORDERS.get(graph)) is None:
-        _ORDERS[graph] = orders = _orders(problem, default)
-    return tuple(dict.fromkeys((_least_over_budget(problem, orders), default)))
+def base_orders(problem: Problem) -> Orders:
+    """Returns the memory-aware order of the needed ops, and the default one if that is another.
 
-
-def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
-    """Returns a legal order of the ops of ``base`` that is no further over the budget than
-    ``base``.
-
-    Without a budget, and where both orders fit, its peak is not above that of ``base``.
-
-    Args:
-        problem: the graph, its sizes, and the budget to stay within.
-        base: a legal order without recomputation.
+    The first one is no further over the budget than the default order. Without a budget, and where
+    both fit, its peak is not above that of the default order.
     """
-    return _least_over_budget(problem, _orders(problem, base))
-
-
-def _orders(problem: Problem, base: Sequence[int]) -> Orders:
-    """Returns what is chosen from; no budget changes it."""
-    hoisted = tuple(_Hoist(problem, base).run())
-    return tuple(base), _postponed(problem, hoisted), hoisted
-
-
-def _least_over_budget(problem: Problem, orders: Orders) -> tuple[int, ...]:
-    return min(orders, key=lambda order: _over_budget(problem, order))
+    graph = problem.graph
+    if (orders := _ORDERS.get(graph)) is None:
+        hoisted = tuple(_Hoist(graph).run())
+        default = tuple(sorted(graph.needed))
+        _ORDERS[graph] = orders = default, _postponed(graph, hoisted), hoisted
+    least = min(orders, key=lambda order: _over_budget(problem, order))
+    return tuple(dict.fromkeys((least, orders[0])))
 
 
 def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
@@ -97,15 +81,13 @@ def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
     )
 
 
-def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
+def _postponed(graph: Graph, base: Sequence[int]) -> tuple[int, ...]:
     """Returns the ops of a legal order without recomputation, those that take more than they free
     as late as they can.
 
     Walks the order from its end: an op whose followers have all been placed comes right before them
     unless what it reads, and nobody reads later, holds more bytes than what it computes.
     """
-    graph = problem.graph
-    included = set(base)
     before: dict[int, list[int]] = {}
     waiting = dict.fromkeys(base, 0)  # ops that must run after it and have no place yet
     for op_id in base:
@@ -113,7 +95,7 @@ def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
         before[op_id] = [
             p
             for p in dict.fromkeys((*producers, *graph.ops[op_id].after))
-            if p is not None and p in included
+            if p is not None and p in graph.needed
         ]
         for earlier in before[op_id]:
             waiting[earlier] += 1
@@ -184,29 +166,27 @@ class _Fresh:
 
 
 class _Hoist:
-    def __init__(self, problem: Problem, base: Sequence[int]):
-        graph = problem.graph
-        self.ops, self.base = graph.ops, base
+    """Moves ops of the default order ahead: the first pass of the module docstring."""
+
+    def __init__(self, graph: Graph):
+        self.ops, self.base = graph.ops, sorted(graph.needed)
+        self.needed = graph.needed
         self.nbytes = [value.nbytes for value in graph.values]
         self.readers = graph.readers
         self.producer = [value.producer for value in graph.values]
-        included = set(base)
-        self.included = [op.id in included for op in self.ops]
-        self.place = {op_id: at for at, op_id in enumerate(base)}
         # reads that are still to come; the end of the step reads the outputs
         self.unread = [0] * len(graph.values)
         for value_id in graph.outputs:
             self.unread[value_id] += 1
-        # ops that must run before; what is not in base waits for ever
+        # ops that must run before; what is not needed waits for ever
         self.waiting = [1] * len(self.ops)
         self.followers: list[list[int]] = [[] for _ in self.ops]
-        for op_id in base:
-            op = self.ops[op_id]
-            before = graph.producers(op_id) | (set(op.after) & included)
+        for op_id in self.base:
+            before = predecessors(graph, op_id)
             self.waiting[op_id] = len(before)
             for earlier in before:
                 self.followers[earlier].append(op_id)
-            for value_id in dict.fromkeys(op.inputs):
+            for value_id in dict.fromkeys(self.ops[op_id].inputs):
                 self.unread[value_id] += 1
         self.done = [False] * len(self.ops)
         self.order: list[int] = []
@@ -293,7 +273,7 @@ class _Hoist:
                     self.done[earlier]
                     or earlier in missing
                     or earlier in run
-                    or not self.included[earlier]
+                    or earlier not in self.needed
                 ):
                     continue
                 read.add(earlier)
@@ -302,7 +282,7 @@ class _Hoist:
                     return None
                 missing[earlier] = None
                 stack.append(earlier)
-        return sorted(missing, key=self.place.__getitem__)
+        return sorted(missing)
 
     def _delta(self, op_id: int, unread: dict[int, int]) -> int:
         """Returns bytes alive after ``op_id`` minus bytes alive before it."""

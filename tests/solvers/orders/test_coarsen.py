@@ -14,16 +14,14 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
 from keras_remat.solvers.orders import coarsen
-from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.timeline import Timeline
 from keras_remat.solvers.search import greedy
 
 
 def coarse_problem(seed: int) -> coarsen.Coarse:
     problem = mixed_problem(seed)
-    base = Schedule.store_all(problem.graph).order
-    if seed % 2:
-        base = memory_aware_order(problem, base)
+    base = base_orders(problem)[0 if seed % 2 else -1]
     return coarsen.Coarse(problem, base, random.Random(seed).randint(1, 9))
 
 
