@@ -17,8 +17,8 @@ _OF_A_FRAMEWORK = ("JAX_", "XLA_", "TF_", "KERAS_BACKEND", "CUDA_", "NVIDIA_", "
 def start(
     *arguments: str, variables: dict[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Starts one that an interrupt of the caller does not end: Ctrl-C is the user's way to end
-    training, not what runs beside it.
+    """Starts an interpreter that an interrupt of the caller does not end: Ctrl-C is the user's way
+    to end training, not what runs beside it.
 
     Args:
         arguments: of the interpreter.

@@ -71,7 +71,7 @@ class Adviser(Protocol):
 def advising(
     problem: Problem, limit: Limit, batch_size: int, adviser: Adviser, *, seed: int = 0
 ) -> Iterator[None]:
-    """Errors inside speak of the user's limit, and say what limit or batch would do.
+    """Has errors inside speak of the user's limit, and say what limit or batch would do.
 
     Args:
         problem: what is planned for.

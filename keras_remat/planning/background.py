@@ -26,7 +26,7 @@ _REQUEST, _ANSWER, _ERRORS = "request", "answer", "errors"
 
 
 class PlanProcessError(RematError):
-    """The process that plans ended without an answer, for want of memory for instance."""
+    """Says that the process that plans ended without an answer, for want of memory for instance."""
 
 
 class PlanProcess:

@@ -23,7 +23,7 @@ _FUNCTION = "MODULE:FUNCTION that returns (model, (x, y))"
 
 
 class NamedModelError(ValueError):
-    """A name gives no model, or what stands beside it is wrong, on whatever framework."""
+    """Says that a name gives no model, or that what stands beside it is wrong."""
 
 
 def add_arguments(command: Any) -> None:

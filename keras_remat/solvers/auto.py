@@ -144,7 +144,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
 
 
 class _Search:
-    """Says what the steps know of the search so far, besides the best schedule and bound."""
+    """Holds what the steps know of the search, besides the best schedule and bound."""
 
     def __init__(self, incumbent: Incumbent, seed: int):
         self.incumbent, self.problem, self.seed = incumbent, incumbent.problem, seed
@@ -414,5 +414,5 @@ class _View:
 
     @cached_property
     def bases(self) -> tuple[Order, ...]:
-        """Orders of the problem without recomputation, the memory-aware one first."""
+        """Returns orders of the problem without recomputation, the memory-aware one first."""
         return base_orders(self.problem)

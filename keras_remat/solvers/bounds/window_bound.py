@@ -7,9 +7,10 @@ of j_w. Op i cannot run before window d(i), that of the last cut it depends on, 
 before the first cut that depends on it, number a(i). With X[i,w] "i runs in window w" and S[v,w]
 "value v, computed before, is alive when j_w first runs":
 
-    Σ X[i,w] ≥ 1 over d(i) ≤ w < a(i)        X[j_w,w] = 1
-    X[i,w] ≤ S[p,w] + X[k,w]                 p read by i and computed by k (S is 0 before p can
-    exist) S[p,w+1] ≤ S[p,w] + X[k,w]
+    Σ X[i,w] ≥ 1 over d(i) ≤ w < a(i)
+    X[j_w,w] = 1
+    X[i,w] ≤ S[p,w] + X[k,w]                 p read by i and computed by k
+    S[p,w+1] ≤ S[p,w] + X[k,w]               S is 0 before p can exist
     S[p,w] = 1                               p read by j_w
     S[v,m] + X[k,m] ≥ 1                      v a graph output
     Σ bytes·S[·,w] + bytes of j_w's outputs not taken over + workspace ≤ budget − resident

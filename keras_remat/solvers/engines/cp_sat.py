@@ -34,8 +34,8 @@ STARTUP_S = 1.0
 
 
 class CpSatProcessError(RematError):
-    """The process of CP-SAT did not start, or ended without an answer, most likely for want of
-    memory."""
+    """Says that the process of CP-SAT did not start, or ended without an answer, most likely for
+    want of memory."""
 
 
 @dataclass

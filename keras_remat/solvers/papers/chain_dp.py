@@ -4,8 +4,8 @@ nothing.
 Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, *Optimal checkpointing for heterogeneous
 chains: how to train deep neural networks with limited memory*, arXiv 1911.13214 ("rotor"), theorem
 1. C(s, t, m) is the least time to run stages s to t forward and backward when the input of s is
-   kept and m bytes are free beside it; the first forward run of stage s either saves
-everything (equation of C2) or only its input up to the next kept stage s' (C1). Optimal among
+kept and m bytes are free beside it. The first forward run of stage s saves everything (the equation
+of C2), or only its input, up to the next stage s' whose input is kept (C1). That is optimal among
 schedules in which a kept value stays until its backward stage ("persistent").
 
 On a graph that is no chain the forward phase is cut at its articulation points into blocks, and
@@ -301,7 +301,7 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
-    """Returns the best persistent schedule of the chain, or of the chain of blocks between
+    """Offers the best persistent schedules of the chain, or of the chain of blocks between
     articulation points."""
     problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:

@@ -81,7 +81,8 @@ class Program(LinearProgram):
         return [op_id for stage in stages for _, op_id in sorted(stage)]
 
     def stages_over(self, order: list[int], live: np.ndarray, budget_bytes: int) -> set[int]:
-        """Stages of an order of this program that hold more than the budget while they run."""
+        """Returns the stages of an order of this program that hold more than the budget while they
+        run."""
         position = {op_id: t for t, op_id in enumerate(self.ops)}
         stage, seen, over = 0, -1, set()
         for at, op_id in enumerate(order):
@@ -280,12 +281,8 @@ class _Writer:
     def _add_frees(self, t: int, k: int) -> tuple[Terms, Terms]:
         """Adds what op k of stage t may free and take over; returns what is freed after it, and,
         negative, what it takes over."""
-        program, keep, run, outputs = (
-            self.program,
-            self.program.keep,
-            self.program.run,
-            self.outputs,
-        )
+        program, outputs = self.program, self.outputs
+        keep, run = program.keep, program.run
         (runs, constant), (makes, _) = self.running(t, k), self.made(t, k)
         freed: Terms = []
         taken: Terms = []

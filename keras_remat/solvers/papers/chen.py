@@ -50,7 +50,7 @@ def segmented_order(linear: Linearized, cuts: Sequence[int]) -> list[int]:
 
 
 def sqrt_n_cuts(candidates: Sequence[int]) -> Iterator[list[int]]:
-    """Returns every k-th candidate for every k, beginning with the k closest to the root of their
+    """Yields every k-th candidate for every k, beginning with the k closest to the root of their
     number."""
     n = len(candidates)
     root = max(1, round(n**0.5))

@@ -90,7 +90,7 @@ def repaired_order(program: Program, kept: dict[int, set[int]], *, recompute: bo
 def roundings(
     program: Program, x: np.ndarray, rng: np.random.Generator | None
 ) -> Iterator[list[int]]:
-    """Orders from a relaxed solution: by thresholds without ``rng``, at random with it."""
+    """Yields orders from a relaxed solution: by thresholds without ``rng``, at random with it."""
     tried: set[frozenset[tuple[int, int]]] = set()
     chances = x[list(program.keep.values())]
     count = len(THRESHOLDS) if rng is None else RANDOM_ROUNDINGS

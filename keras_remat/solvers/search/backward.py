@@ -83,7 +83,7 @@ def both(problem: Problem, max_steps: int, deadline: Deadline) -> Iterator[tuple
 
 
 def steps_limit(time_limit_s: float) -> int:
-    """Steps to look at within a time limit."""
+    """Returns how many steps are looked at within a time limit."""
     return int(STEPS_PER_S * work_budget_s(time_limit_s))
 
 
@@ -217,7 +217,7 @@ class _Game:
         return sum(self.nbytes[v] for v in _members(values))
 
     def steps(self, alive: int, left: int, held: int) -> Iterator[_Step]:
-        """Returns every run that may have been the last one."""
+        """Yields every run that may have been the last one."""
         candidates = dict.fromkeys(self.producer[v] for v in _members(alive))
         candidates.update(dict.fromkeys(_members(left & self.effects)))
         self.looked += len(candidates)

@@ -51,7 +51,7 @@ class Policy:
 
 
 class StuckError(Exception):
-    """The policy cannot go on within its limits."""
+    """Says that the policy cannot go on within its limits."""
 
 
 class Eviction:
@@ -249,8 +249,8 @@ class Eviction:
         self._mark_children(value_id)
 
     def _mark_children(self, value_id: int) -> None:
-        """Returns the recomputation cost of values that are reached from ``value_id`` through
-        missing ones has changed."""
+        """Has the values appraised again that are computed from ``value_id``, directly or through
+        missing ones: what their recomputation takes has changed."""
         stack, seen = [value_id], {value_id}
         while stack and len(seen) < 500:
             for reader in self.graph.readers[stack.pop()]:
@@ -338,7 +338,7 @@ class Eviction:
         self.stale.clear()
 
     def _appraise(self, value_id: int) -> None:
-        """Returns what the eviction of a value would cost, and when it will be needed again."""
+        """Notes what the eviction of a value would cost, and when it will be needed again."""
         producer = self.producer[value_id]
         missing = self._missing(producer, 200)
         way = self._faster(producer, missing)
@@ -389,12 +389,14 @@ class Eviction:
 
 def _small_values(problem: Problem) -> list[bool]:
     """Returns which values are kept for good: the smallest ones, as many as hold :data:`KEPT_SHARE`
-    of the budget together."""
+    of the budget together; none where values can be fetched."""
     values = problem.graph.values
     kept = [False] * len(values)
-    left = 0 if problem.fetches else int(KEPT_SHARE * (problem.budget_bytes or 0))
+    if problem.fetches:
+        return kept
+    left = int(KEPT_SHARE * (problem.budget_bytes or 0))
     for value in sorted(values, key=lambda value: value.nbytes):
         if value.producer is not None:
             left -= value.nbytes
-            kept[value.id] = left >= 0 and not problem.fetches
+            kept[value.id] = left >= 0
     return kept

@@ -87,7 +87,7 @@ def solve_first(incumbent: Incumbent, seed: int) -> None:
 
 
 def steps_limit(time_limit_s: float) -> int:
-    """Steps of all policies together within a time limit."""
+    """Returns how many steps all policies together have within a time limit."""
     return int(STEPS_PER_S * work_budget_s(time_limit_s))
 
 

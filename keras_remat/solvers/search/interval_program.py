@@ -12,9 +12,9 @@ after c) and one it writes:
     (1) X[c] ≤ K[y,i]                      what is read is there
     (2) K[y,i'] ≤ K[y,i]                   reading creates nothing
     (3) K[y,i'] ≤ K[y,i] + X[c]            writing does
-    (4) Σ bytes·K over segments across c + Σ bytes·K[y,i] over values read or written at c + Σ
-    bytes·X[c] over values written at c,
-        less taken-over buffers, + workspace·X[c] ≤ budget − resident
+    (4) Σ bytes·K over segments across c + Σ bytes·K[y,i] over values read or written at c
+        + Σ bytes·X[c] over values written at c, less taken-over buffers
+        + workspace·X[c] ≤ budget − resident
     (5) K[y,i] + X[c] ≤ 1                  a value that is there is not computed again
 
 With every op a candidate in every slot this is Checkmate's program (arXiv 1910.02653, eq. 1-9),
@@ -58,7 +58,8 @@ class Cell:
 
 
 def recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[Pair]:
-    """Returns every run after the first, its slot being the base position of the next first run."""
+    """Yields every run of an op after its first one; its slot is the base position of the next
+    first run."""
     place = {op_id: at for at, op_id in enumerate(base)}
     seen: set[int] = set()
     waiting: list[int] = []
@@ -222,8 +223,11 @@ class Model:
     def _row(
         self, cell: Cell, across: dict[int, int], kept: int, later: dict[int, int]
     ) -> tuple[dict[int, int], int]:
-        """Terms (variable → units) and constant of (4) at ``cell``; ``later`` has the segments
-        after it of what it touches."""
+        """Returns the terms (variable → units) and the constant of (4) at a cell.
+
+        Args:
+            later: the segments after the cell of what it reads and writes.
+        """
         op = self.graph.ops[cell.op_id]
         terms, constant = dict(across), kept
         workspace = self.units(self.problem.profile.op_workspace_bytes[op.id])
@@ -245,11 +249,12 @@ class Model:
         return terms, constant
 
     def _new_buffer(self, cell: Cell, donors: list[int], rank: int) -> int:
-        """Returns the variable that is 1 when an output of ``cell`` needs a buffer of its own,
-        being the ``rank``-th of its size.
+        """Returns the variable that is 1 when an output of a cell needs a buffer of its own: when
+        fewer than ``rank`` inputs of its size are given up there.
 
-        It does when fewer than ``rank`` donors, whose segments after the cell these are, are given
-        up.
+        Args:
+            donors: the segments after the cell of the inputs whose buffers it could take over.
+            rank: its place among the outputs of its size, from 1.
         """
         runs = cell.variable if cell.variable >= 0 else self.KEPT
         if donors.count(self.GONE) >= rank:

@@ -74,7 +74,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
 
 
 def work_limit(time_limit_s: float) -> float:
-    """Units of CP-SAT's deterministic time for a time limit."""
+    """Returns the units of CP-SAT's deterministic time within a time limit."""
     return WORK_PER_S * work_budget_s(time_limit_s)
 
 
