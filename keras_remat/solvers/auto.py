@@ -49,7 +49,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 
 from keras_remat.core.deadline import Deadline, work_budget_s
@@ -181,7 +181,7 @@ class _Search:
         self.offer(self.view.expand(order), solver)
 
     def run(self) -> None:
-        bases, ops = self.whole.bases, len(self.problem.graph.needed)
+        bases, ops = base_orders(self.problem), len(self.problem.graph.needed)
         if any(self.offer(base, "greedy") for base in bases):
             return
         native.begin()
@@ -383,7 +383,6 @@ class _Search:
             compiled=compiled,
             coolings=coolings,
             seed=seed,
-            base=None if from_best else self.view.bases[0],
         ):
             self._offer_of_view(order, "anneal")
 
@@ -411,8 +410,3 @@ class _View:
     problem: Problem
     expand: Callable[[Sequence[int]], Order]
     project: Callable[[Sequence[int]], Order]
-
-    @cached_property
-    def bases(self) -> tuple[Order, ...]:
-        """Returns orders of the problem without recomputation, the memory-aware one first."""
-        return base_orders(self.problem)

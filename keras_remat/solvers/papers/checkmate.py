@@ -84,13 +84,12 @@ class Program(LinearProgram):
         """Returns the stages of an order of this program that hold more than the budget while they
         run."""
         position = {op_id: t for t, op_id in enumerate(self.ops)}
-        stage, seen, over = 0, -1, set()
+        stage, over = 0, set[int]()
         for at, op_id in enumerate(order):
-            stage = seen + 1
             if live[at] > budget_bytes:
                 over.add(stage)
             if position.get(op_id) == stage:
-                seen = stage
+                stage += 1
         return over
 
 

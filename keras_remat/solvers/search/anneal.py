@@ -91,8 +91,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     native.begin()
     problem, deadline = incumbent.problem, incumbent.deadline
     steps = greedy.steps_limit(deadline.seconds / 6)
-    bases = base_orders(problem)
-    for order in greedy.candidates(problem, deadline=deadline, max_steps=steps, orders=bases):
+    for order in greedy.candidates(problem, deadline=deadline, max_steps=steps):
         incumbent.offer(order)
     compiled = native.is_compiled(WAIT_SHARE * deadline.seconds)
     coolings = (LOOSE, STIFF, COOL) * 2
@@ -105,7 +104,6 @@ def solve(incumbent: Incumbent, seed: int) -> None:
         compiled=compiled,
         seed=seed,
         coolings=coolings,
-        base=bases[0],
     ):
         incumbent.offer(order)
 
@@ -131,25 +129,23 @@ def improve(
     compiled: bool,
     coolings: Iterable[Cooling],
     seed: int = 0,
-    base: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, ...]]:
     """Yields legal orders within the budget, each faster than ``start`` and than the one before.
 
     Args:
         problem: with a budget.
         start: a legal order; one over the budget is where the search for one within it begins.
+            Without one, it begins with the memory-aware order.
         deadline: to end at.
         moves: of every round.
         compiled: whether the moves are machine code; they are the same.
         coolings: of the rounds.
         seed: of every choice.
-        base: the order without recomputation that the search begins with where ``start`` is
-            missing; the memory-aware one when missing, too.
     """
     if problem.budget_bytes is None:
         return
     rng = np.random.default_rng(seed)
-    best = tuple(start if start is not None else base or base_orders(problem)[0])
+    best = base_orders(problem)[0] if start is None else tuple(start)
     usage = simulate(problem, Schedule(best))
     best_s = usage.time_s if usage.peak_bytes <= problem.budget_bytes else float("inf")
     if start is None and best_s < float("inf"):

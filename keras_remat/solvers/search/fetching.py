@@ -35,8 +35,7 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
     """
     problem, limit_s = incumbent.problem, incumbent.deadline.seconds
     budget = problem.budget_bytes
-    bases = base_orders(problem)
-    if any(map(incumbent.offer, reversed(bases))) or budget is None:
+    if any(map(incumbent.offer, reversed(base_orders(problem)))) or budget is None:
         return
     with suppress(ScheduleNotFoundError):  # another part may find one
         found = recomputing(recompute, problem, name="auto", time_limit_s=limit_s, seed=seed)
@@ -47,9 +46,7 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
         if exact.order is not None:
             incumbent.offer(exact.order)
     steps = greedy.steps_limit(GREEDY_SHARE * limit_s)
-    for order in greedy.candidates(
-        problem, deadline=incumbent.deadline, max_steps=steps, orders=bases
-    ):
+    for order in greedy.candidates(problem, deadline=incumbent.deadline, max_steps=steps):
         incumbent.offer(trimmed(problem, with_fetches(problem, order), budget))
     compiled = native.is_compiled()
     coolings = (anneal.COOL,) if incumbent.order is not None else (anneal.LOOSE, anneal.STIFF)
@@ -62,6 +59,5 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
         compiled=compiled,
         seed=seed,
         coolings=coolings,
-        base=bases[0],
     ):
         incumbent.offer(trimmed(problem, order, budget))
