@@ -204,8 +204,8 @@ def _least_over_limit(
             found.append(quick)
         except NOT_FOUND as error:
             logger.debug("keras_remat: %s", statement_of(error))
-        found = [one for one in found if one.schedule not in request.avoid]
-    least = min(found, key=lambda one: one.peak_bytes, default=None)
+    allowed = (one for one in found if one.schedule not in request.avoid)
+    least = min(allowed, key=lambda one: one.peak_bytes, default=None)
     measuring_tells = bool(request.avoid) and memory.order_matters
     if least is None:
         raise failure

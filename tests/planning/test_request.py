@@ -131,6 +131,19 @@ def test_another_order_is_measured_whatever_is_predicted_where_the_allocator_dec
         plan_for(replace(after, avoid=after.avoid | {other.schedule}))
 
 
+@pytest.mark.parametrize("order_matters", [True, False])
+def test_an_order_that_measured_over_the_limit_is_not_asked_for_again(order_matters, monkeypatch):
+    """Whatever is predicted, and by whomever: it was measured."""
+    ran, backend = candidate(0.6), FakeBackend()
+    backend.memory.order_matters = order_matters
+    failure = ScheduleNotFoundError(1, 0, least_over_limit=ran)
+    monkeypatch.setattr(door, "least_over_budget", lambda *_, **__: ran)
+    asked = asked_for(0.7, backend, failure=failure, below_bytes=2 * ran.peak_bytes)
+    assert plan_for(asked).solution == ran.solution
+    with pytest.raises(ScheduleNotFoundError):
+        plan_for(replace(asked, avoid=frozenset([ran.schedule])))
+
+
 def test_headroom_is_given_up_in_earnest_too_where_no_schedule_leaves_it():
     asked = asked_for(1.0)
     least = asked.limit.usable_bytes - PROBLEM.floor_bytes // 2
