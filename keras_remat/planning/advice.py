@@ -37,7 +37,7 @@ class AdviceOptions:
         shares: of the way from what is needed at least to the plain step's peak.
         bisections: limits that are tried between the last one without a plan and the first one with
             one.
-        most_s: seconds after which no other one is.
+        most_s: seconds after which no limit between them is tried.
         plan_s: seconds that one plan may take once an order was found.
         spare, most_spare: what a plan that is advised leaves free, as a share of the limit, and for
             one more batch at most: the input pipeline holds a batch more or less from one fit to

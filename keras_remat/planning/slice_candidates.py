@@ -86,9 +86,11 @@ def grown(
 def _between(
     graph: Graph, rules: Mapping[int, SliceRule], chosen: set[int], able: frozenset[int]
 ) -> set[int]:
-    """Returns the ops that hand parts on from chosen ops to others, and those that nothing else
-    reads and that read parts of step inputs alone: of one, a compiler may keep more than it
-    makes."""
+    """Returns the ops that hand parts on from chosen ops to other chosen ones.
+
+    Returns also the ops that read parts of step inputs alone, and that chosen ops alone read. Where
+    such an op runs whole, a compiler may keep more bytes for it than it makes.
+    """
     feeds = set(chosen)
     for op in reversed(graph.ops):
         if op.id in feeds:

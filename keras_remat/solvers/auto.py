@@ -11,8 +11,8 @@ its work is done.
 3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
 4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
-   program was solved. It keeps the order of the ops, and does that better for the order that the
-   graph came in than for one that annealing made, so it comes first.
+   program was solved. It keeps the order of the ops. It finds more on the order that the graph
+   came in than on one that annealing made, so it comes first.
 5. :mod:`keras_remat.solvers.search.anneal` looks for another order, which on graphs with many
    parallel branches decides everything. Where there is still no schedule, the search backwards
    goes on for longer, and step 4 follows.
@@ -26,8 +26,8 @@ Graphs of more than ``OPTIONS.large_ops`` ops are coarsened first
 (:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 5 and 6 work on the coarse problem; step 4
 is left out, its program is too large. Without OR-Tools, and in less than ``OPTIONS.process_s``
 seconds, annealing does all of 4 and 6.
-Recomputations there turns out to be room for are taken back
-(:mod:`keras_remat.solvers.orders.trim`) wherever a schedule comes from.
+Wherever a schedule comes from, recomputations are taken back where there is room
+(:mod:`keras_remat.solvers.orders.trim`).
 
 Where values can be fetched, :mod:`keras_remat.solvers.search.fetching` takes over, and all this
 gives the schedule it starts from.
@@ -73,8 +73,8 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """Rules which steps of ``auto`` run, and for how long. A share is one of the time limit, and
-    where a step counts its work, that of the work.
+    """Rules which steps of ``auto`` run, and for how long. Shares are of the time limit, or, where
+    a step counts its work, of the work that stands for it.
 
     Args:
         proof_tolerance: relative; the bounds give away a millionth for their solver's tolerances,

@@ -17,8 +17,8 @@ left to evict the run goes on over its budget, and simulation decides. An op tha
 
 Speed: scores are one vectorized minimum over the candidates; up to ``OPTIONS.exact_candidates`` of
 them all neighbourhoods are computed afresh for each eviction, beyond that only the winner's, again
-and again until it stays the winner (so a score may be out of date, not below its true value for
-long).
+and again until it stays the winner. A score may therefore be out of date, but it is not below its true
+value for long.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@ ops, in seconds.
 
 :mod:`keras_remat.solvers.search.eviction` runs a base order under one policy of what to evict. No
 single policy wins everywhere, so a few are tried on each base order (the default one, and the
-memory-aware one of :mod:`keras_remat.solvers.orders.reorder`), some under tighter budgets too,
-recomputations there turns out to be room for are taken back
-(:mod:`keras_remat.solvers.orders.trim`), and the fastest schedule is returned.
+memory-aware one of :mod:`keras_remat.solvers.orders.reorder`), and some under tighter budgets, too.
+Recomputations are taken back where there is room (:mod:`keras_remat.solvers.orders.trim`), and the
+fastest schedule is returned.
 
 The first schedule is counted work, and no clock ends it: on a machine that is very busy or very
 slow it comes later, but it is the same. The clock ends what comes after it.
 
-Known limits: decisions are not revised but for that (:mod:`keras_remat.solvers.search.anneal` does
-more), and no bound is proved.
+Known limits: no other decision is revised (:mod:`keras_remat.solvers.search.anneal` does more), and
+no bound is proved.
 """
 
 from __future__ import annotations
