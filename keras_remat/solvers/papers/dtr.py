@@ -15,9 +15,9 @@ graphs small enough for more runs some are made with the scores blurred at rando
 left to evict the run goes on over its budget, and simulation decides. An op that must not run again
 (see :mod:`keras_remat.solvers.orders.demand`) pins its outputs, and the run starts over.
 
-Speed: scores are one vectorized minimum over the candidates; up to ``OPTIONS.exact_candidates`` of
-them all neighbourhoods are computed afresh for each eviction, beyond that only the winner's, again
-and again until it stays the winner. A score may therefore be out of date, but it is not below its true
+Speed: scores are one vectorized minimum over the candidates. Up to ``OPTIONS.exact_candidates`` of
+them all neighbourhoods are computed afresh for each eviction; beyond that only the winner's, again
+and again until it stays the winner. A score may therefore be out of date, but not below its true
 value for long.
 """
 
