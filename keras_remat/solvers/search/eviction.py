@@ -83,8 +83,7 @@ class Eviction:
         self.inputs = [
             [v for v in dict.fromkeys(op.inputs) if self.producer[v] >= 0] for op in self.ops
         ]
-        count = len(graph.values)
-        end = len(base)
+        count, end = len(graph.values), len(base)
         # Where each value is read in the base order, last entry first, so that the next read is at
         # the end of the list.
         self.reads: list[list[int]] = [[] for _ in range(count)]
@@ -392,9 +391,7 @@ def _small_values(problem: Problem) -> list[bool]:
     of the budget together; none where values can be fetched."""
     values = problem.graph.values
     kept = [False] * len(values)
-    if problem.fetches:
-        return kept
-    left = int(KEPT_SHARE * (problem.budget_bytes or 0))
+    left = -1 if problem.fetches else int(KEPT_SHARE * (problem.budget_bytes or 0))
     for value in sorted(values, key=lambda value: value.nbytes):
         if value.producer is not None:
             left -= value.nbytes
