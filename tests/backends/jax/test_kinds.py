@@ -67,13 +67,14 @@ def test_what_a_softmax_computes_along():
     in one kernel."""
     t4, h100 = card("T4"), card("H100")
 
-    def inside(function, size, target):
-        x = jax.ShapeDtypeStruct((4, size, 64), "float32")
+    def inside(function, size, target, dtype="float32"):
+        x = jax.ShapeDtypeStruct((4, size, 64), dtype)
         program = flatten(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(function(x) ** 3)))(x))
         found = in_softmaxes(program, target)
         return sorted(e.kind for e in program.equations if not found.isdisjoint(e.outputs))
 
-    assert inside(jax.nn.softmax, 128, h100) == ["exp", "reduce_max", "reduce_sum"]
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert inside(jax.nn.softmax, 128, h100, dtype) == ["exp", "reduce_max", "reduce_sum"]
     assert not inside(jax.nn.softmax, 128, t4)
     assert not inside(jax.nn.softmax, 128, live("cpu", "a CPU"))
     assert not inside(jax.nn.softmax, 2, h100), "small"
