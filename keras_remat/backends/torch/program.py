@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from keras_remat.backends.tables import names
 from keras_remat.backends.torch import private
 from keras_remat.backends.torch.recorder import (
     Call,
@@ -48,6 +49,8 @@ _UNFILLED = {
     aten.new_empty_strided.default, aten.empty_like.default, aten.empty.memory_format,
     aten.new_empty.default, aten.empty_strided.default,
 }  # fmt: skip
+#: Operators that write the moving statistics that they are given.
+_OF_STATISTICS = names("cudnn_batch_norm miopen_batch_norm")
 #: Bytes of the state of PyTorch's generator.
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 #: What the CUDA allocator rounds every request up to.
@@ -239,7 +242,8 @@ class Program:
             kind = name = f"{private.schema_name(operator)}.{operator._overloadname}"
             if node.call.scope:
                 name = f"{node.call.scope}/{kind}"
-        recomputable = node.kind in (PURE, WRITE) and not node.predicate
+        once = node.predicate or (node.call is not None and writes_unsaid(node.call))
+        recomputable = node.kind in (PURE, WRITE) and not once
         return Op(
             node.id, name, kind, node.inputs, node.values, node.phase, recomputable,
             tuple(sorted(node.after)), reusable,
@@ -485,6 +489,14 @@ def _draws(call: Call) -> bool:
     is_seeded = any(isinstance(leaf, Generator) for leaf in leaves)
     dropped = private.arguments_of(call.operator, call.args, call.kwargs).get("dropout_p")
     return not is_seeded and dropped != 0.0
+
+
+def writes_unsaid(call: Call) -> bool:
+    """Returns whether a call writes moving statistics, which its schema does not say: it must not
+    run twice."""
+    given = private.arguments_of(call.operator, call.args, call.kwargs)
+    is_one = private.schema_name(call.operator) in _OF_STATISTICS
+    return is_one and bool(given["training"]) and given["running_mean"] is not None
 
 
 def _refusal(call: Call, what: str) -> UnsupportedModelError:

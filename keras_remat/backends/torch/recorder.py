@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -166,6 +168,19 @@ class Recording:
         return list(accumulate(change))[: len(self.calls)]
 
 
+def storages_that_vary(recording: Recording) -> set[int]:
+    """Returns the storages of what is another one in every step: inputs, what is drawn, and what
+    follows from them."""
+    layouts = recording.layouts
+    vary = {layouts[number].storage for number in recording.inputs}
+    for call in recording.calls:
+        draws = torch.Tag.nondeterministic_seeded in call.operator.tags
+        if draws or any(layouts[number].storage in vary for number in call.reads):
+            made = (number for number in (*call.outputs, *call.writes) if number is not None)
+            vary |= {layouts[number].storage for number in made}
+    return vary
+
+
 class Recorder(private.DispatchMode):  # type: ignore[misc]
     """Records the calls made inside its context; see :class:`Recording`.
 
@@ -188,6 +203,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         self._storages: dict[int, int] = {}  # by key, of those that are not freed
         self._watches: list[Any] = []
         self._symbols: dict[str, int] = {}  # name → number of the tensor it is read from
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # where to, what: of copies
         self._has_gone_back = False
 
     # ---------------------------------------------------------------- numbers
@@ -220,6 +236,16 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         """Takes a stand-in for a tensor that no step may use, and that the step before has made;
         ``reason`` is what it is told."""
         self._refused[self._new(tensor, born=True)] = reason
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Looks at calls whether they may be made, and forgets them."""
+        kept = self.recording
+        self.recording = Recording(**{name: copy(held) for name, held in vars(kept).items()})
+        try:
+            yield
+        finally:
+            self.recording = kept
 
     def add_constant(self, stand_in: torch.Tensor, value: torch.Tensor) -> int:
         """Takes a tensor whose value is known when the step is recorded."""
@@ -270,6 +296,12 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if func is aten.native_batch_norm_backward.default and args[7]:
+            args = (*args[:3], None, None, *args[5:])  # moving statistics, not read in training
+        if self._late:
+            self.write_late([t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+        if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
+            return self._normalized(types, args)
         if func is aten.equal.default:
             raise UnsupportedModelError(
                 "The step asks in Python whether two tensors are equal. Use keras.ops.where."
@@ -290,6 +322,26 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         if known.value is not None:  # a view of what is known
             self.constants.know(result, known.value)
         return result
+
+    def _normalized(self, types: Any, args: Any) -> Any:
+        """Returns what normalization in training does. It writes the moving statistics, and its
+        schema does not say so: one that returns them is recorded, and copies of them as late as may
+        be, so that it may run again."""
+        functional = aten._native_batch_norm_legit_functional.default
+        *results, mean, variance = self.__torch_dispatch__(functional, types, args)
+        self._late += [(args[3], mean), (args[4], variance)]
+        if self.predicate:  # what a branch makes is not known outside of it
+            self.write_late()
+        return tuple(results)
+
+    def write_late(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """Records the copies that were put off; those into tensors that a call uses, where these
+        are given."""
+        used = None if tensors is None else set(map(private.storage_key, tensors))
+        due = [pair for pair in self._late if used is None or private.storage_key(pair[0]) in used]
+        self._late = [pair for pair in self._late if not any(pair is one for one in due)]
+        for tensor, new in due:
+            self.__torch_dispatch__(aten.copy_.default, (), (tensor, new))
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns what a call returns, on tensors without memory. Where all tensors of a call have

@@ -34,13 +34,20 @@ from keras_remat.backends.torch import convolutions, in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
 from keras_remat.backends.torch.program import Node, Program
-from keras_remat.backends.torch.recorder import Recorder, Recording, Ref, Scalar
+from keras_remat.backends.torch.recorder import (
+    Recorder,
+    Recording,
+    Ref,
+    Scalar,
+    storages_that_vary,
+)
 from keras_remat.backends.torch.variables import (
     Places,
     attributes_kept,
     gradient_bytes,
     optimizers_of,
     places_of,
+    tensors_left_in,
     training_mode,
 )
 from keras_remat.core.graph import FORWARD
@@ -48,6 +55,10 @@ from keras_remat.core.problem import Problem
 from keras_remat.errors import UnsupportedModelError
 
 _OWN_FOLDER = Path(__file__).parents[2]
+_LEFT_IN_PYTHON = (
+    "The step reads a tensor that the step before it left in {name}, which a plan does not do. "
+    "Keep it in a buffer of the module (register_buffer), or in a variable (add_weight)."
+)
 _GRADIENT_OF_BEFORE = (
     "The step uses gradients that an earlier step has left on the weights. Call zero_grad() before "
     "backward(), as Keras's own step does."
@@ -183,7 +194,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         _no_draws_in_python(),
         _explained(),
     ):
-        logs = _recorded(recorder, seeds, places, stand_ins, data, step)
+        logs = _recorded(model, recorder, seeds, places, stand_ins, data, step)
     _check_updates(recorder.recording, stand_ins)
     results = [leaf.number for leaf in keras.tree.flatten(logs) if isinstance(leaf, Ref)]
     for leaf in keras.tree.flatten(logs):
@@ -236,6 +247,7 @@ def _batch_stand_in(leaf: Any, device: torch.device) -> Any:
 
 
 def _recorded(
+    model: Any,
     recorder: Recorder,
     seeds: private.Seeds,
     places: Places,
@@ -243,7 +255,8 @@ def _recorded(
     data: Any,
     step: Callable[[Any], Any],
 ) -> Any:
-    """Runs a step on stand-ins and returns what it returns, with numbers for its tensors."""
+    """Runs a step on stand-ins and returns what it returns, with numbers for its tensors. Where it
+    leaves tensors in the model, it is run once more: it may read what the step before left."""
     for tensor in (*stand_ins, *(leaf for leaf in keras.tree.flatten(data) if leaf is not None)):
         recorder.add_input(tensor)
     for tensor in stand_ins:
@@ -262,8 +275,22 @@ def _recorded(
         recorder.fake_mode,
         recorder,
     ):
-        logs = step(data)
-        return keras.tree.map_structure(numbered, logs)
+        logs = keras.tree.map_structure(numbered, step(data))
+        with torch.no_grad():
+            recorder.write_late()
+            places.write_back(stand_ins)
+        layouts, vary = recorder.recording.layouts, storages_that_vary(recorder.recording)
+        left = [
+            (name, tensor)
+            for name, tensor in tensors_left_in(model, stand_ins)
+            if layouts[recorder.number(tensor)].storage in vary
+        ]
+        if left:
+            with recorder.rehearsing():
+                for name, tensor in left:
+                    recorder.refuse(tensor, _LEFT_IN_PYTHON.format(name=name))
+                step(data)
+        return logs
 
 
 def _check_built(model: Any) -> None:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,13 @@ class Place:
             )
         return value
 
+    @property
+    def now(self) -> Any:
+        """Returns what is there now, whatever that is."""
+        if self.name is None:
+            return private.value_of(self.owner)
+        return self.owner.get(self.name)
+
     def put(self, tensor: torch.Tensor) -> None:
         """Puts another tensor there."""
         if self.name is None:
@@ -67,6 +75,32 @@ class Places:
     own: tuple[Place, ...]
     twins: tuple[Place, ...]
 
+    def write_back(self, stand_ins: Sequence[torch.Tensor]) -> None:
+        """Writes into the stand-ins what a step has put into their places: a module may give a
+        buffer a new tensor in every step, and the step of a plan keeps the old one.
+
+        Raises:
+            UnsupportedModelError: that cannot be written there.
+        """
+        known = set(map(id, stand_ins))
+        for place in self.twins:
+            if id(place.now) not in known:
+                raise UnsupportedModelError(
+                    f"The step puts another tensor in the place of the parameter {place.name!r}, "
+                    "which is a variable of Keras's, too. Write into it instead, by copy_."
+                )
+        for place, stand_in in zip(self.own, stand_ins, strict=True):
+            new = place.now
+            if new is stand_in:
+                continue
+            if getattr(new, "shape", None) != stand_in.shape or new.dtype != stand_in.dtype:
+                raise UnsupportedModelError(
+                    f"The step puts {_described(new)} in the place of the buffer {place.name!r}, "
+                    f"which was {_described(stand_in)}. Keep its shape and dtype."
+                )
+            stand_in.copy_(new)
+            place.put(stand_in)
+
     @contextmanager
     def replaced(self, stand_ins: Sequence[torch.Tensor]) -> Iterator[None]:
         """Puts other tensors in the places, one for each of ``own``, and afterwards the old ones
@@ -83,6 +117,12 @@ class Places:
         finally:
             for place, old in zip((*self.own, *self.twins), (*before, *twins), strict=True):
                 place.put(old)
+
+
+def _described(thing: Any) -> str:
+    if not isinstance(thing, torch.Tensor):
+        return repr(thing)
+    return f"a tensor of shape {tuple(thing.shape)} and {thing.dtype}"
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -142,20 +182,43 @@ def training_mode(model: Any) -> Iterator[None]:
             module.training = was_training
 
 
+def _tables_of(model: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns a model and its layers, each with its attributes."""
+    owners = {id(owner): owner for owner in (model, *private.modules(model))}.values()
+    return [(owner, vars(owner)) for owner in owners]
+
+
 @contextmanager
 def attributes_kept(model: Any) -> Iterator[None]:
-    """Puts back what a step sets on a model and its layers while it is recorded: tensors without
-    memory and what holds them, such as an optimizer of PyTorch's that is made in the first step,
-    and counts of a step that was not run."""
-    owners = {id(owner): owner for owner in (model, *private.modules(model))}.values()
-    before = [(vars(owner), dict(vars(owner))) for owner in owners]
+    """Puts back what a step sets on a model and its layers while it is recorded, and what it puts
+    into lists and dictionaries there: tensors without memory and what holds them, such as an
+    optimizer of PyTorch's that is made in the first step, and counts of a step that was not run."""
+    tables: list[Any] = [table for _, table in _tables_of(model)]
+    tables += [held for table in tables for held in table.values() if type(held) in (dict, list)]
+    before = [(table, copy(table)) for table in tables]
     try:
         yield
     finally:
         for now, kept in before:
+            if isinstance(now, list):
+                now[:] = kept
+                continue
             for name in now.keys() - kept.keys():
                 del now[name]
             now.update(kept)
+
+
+def tensors_left_in(model: Any, stand_ins: Sequence[torch.Tensor]) -> list[tuple[str, Any]]:
+    """Returns the tensors without memory, but for the stand-ins, that a step has left in a model
+    and its layers, each with a name for the attribute."""
+    own = set(map(id, stand_ins))
+    return [
+        (f"{type(owner).__name__}.{name}", held)
+        for owner, table in _tables_of(model)
+        for name, value in table.items()
+        for held in _held_in(value)
+        if isinstance(held, torch.Tensor) and private.is_fake(held) and id(held) not in own
+    ]
 
 
 def drop_gradients(places: Iterable[Place]) -> None:

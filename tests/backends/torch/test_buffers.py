@@ -1,0 +1,143 @@
+"""What torch modules keep from step to step: buffers that are written, replaced, or written by a
+normalization whose schema does not say so; and tensors that are left in attributes."""
+
+import random
+
+import keras
+import pytest
+import torch
+from keras import layers
+from random_schedules import random_schedule
+from torch import nn
+
+import keras_remat
+from keras_remat.backends import keras_private
+from keras_remat.backends.base import load_backend
+from keras_remat.backends.torch.program import writes_unsaid
+from keras_remat.backends.torch.recorder import Call
+from keras_remat.backends.torch.variables import places_of
+from keras_remat.errors import UnsupportedModelError
+
+aten = torch.ops.aten
+
+
+class Module(nn.Module):
+    """A layer and a buffer; ``use`` says what is done to its output."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use, self.inner = use, nn.Linear(12, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.normalized = nn.BatchNorm1d(8)
+        self.of_series = nn.InstanceNorm1d(2, track_running_stats=True)
+        self.last = None
+
+    def forward(self, x):
+        return self.use(self, torch.relu(self.inner(x)))
+
+
+def replaces(module, x):
+    module.mean = 0.9 * module.mean + 0.1 * x.mean(0).detach()
+    return x - module.mean
+
+
+def normalizes_twice(module, x):
+    return module.normalized(torch.tanh(module.normalized(x)))
+
+
+def normalizes_series(module, x):
+    return module.of_series(x.reshape(-1, 2, 4)).flatten(1)
+
+
+def sets_for_others_to_see(module, x):
+    module.last = x
+    return module.last * 2
+
+
+def registers_late(module, x):
+    if "late" not in module._buffers:
+        module.register_buffer("late", torch.arange(8.0))
+    return x * module.late
+
+
+def reads_what_was_left(module, x):
+    result = x if module.last is None else x + module.last
+    module.last = x.detach().mean(0)
+    return result
+
+
+def grows(module, x):
+    module.mean = torch.cat([module.mean, module.mean])
+    return x
+
+
+def model_of(use):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((12,))
+    module = Module(lambda module, x: x)  # Keras calls it to build the model
+    x = keras.layers.TorchModuleWrapper(module, output_shape=(None, 8))(inputs)
+    model = keras.Model(inputs, layers.Dense(3)(x))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    data = torch.rand(6, 12), torch.rand(6, 3)
+    keras_private.build(model, data)
+    module.use = use
+    model.make_train_function()
+    model.train()
+    return model, data
+
+
+def state(model):
+    return [place.tensor.detach().clone() for place in places_of(model).own]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [replaces, normalizes_twice, normalizes_series, sets_for_others_to_see, registers_late],
+)
+def test_buffers_are_those_of_plain_steps_whatever_runs_again(use):
+    model, data = model_of(use)
+    backend = load_backend()
+    put_back = backend.snapshot(model)
+    traced = backend.trace(model, data)
+    assert model.layers[1].module.last is None
+    assert "late" not in model.layers[1].module._buffers
+    for _ in range(2):
+        model.train_function([data])
+    model.layers[1].module._buffers.pop("late", None)
+    expected = state(model)
+    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
+    for seed in range(3):
+        put_back()
+        schedule = random_schedule(random.Random(seed), traced.graph, recompute=0.4)
+        keras_remat.validate(problem, schedule)
+        run = backend.lower(traced, problem, schedule)
+        for _ in range(2):
+            run(data)
+        assert all(map(torch.equal, expected, state(model)))
+
+
+def test_a_normalization_may_run_again():
+    model, data = model_of(normalizes_twice)
+    ops = load_backend().trace(model, data).graph.ops
+    assert [op.recomputable for op in ops if "batch_norm" in op.kind] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (reads_what_was_left, r"left in Module\.last.*line .*x \+ module\.last"),
+        (grows, r"a tensor of shape \(16,\).*in the place of the buffer 'mean'.*shape \(8,\)"),
+    ],
+)
+def test_what_no_plan_can_carry_over_to_the_next_step_is_refused(use, reason):
+    model, data = model_of(use)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_backend().trace(model, data)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("moving", [None, 3])
+def test_a_normalization_of_cudnn_that_writes_runs_once(training, moving):
+    args = (0, 1, 2, moving, moving, training, 0.1, 1e-3)
+    call = Call(aten.cudnn_batch_norm.default, args, {}, (4,), (), "forward", (), 0)
+    assert writes_unsaid(call) is (training and moving is not None)
