@@ -212,8 +212,20 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         logs=logs,
         micro_batches=micro_batches,
         device=device,
-        differences=tuple(differences),
+        differences=(*differences, *_of_other_kernels(model, device)),
     )
+
+
+def _of_other_kernels(model: Any, device: torch.device) -> Iterator[str]:
+    """Yields what PyTorch records otherwise than it runs it."""
+    on_cpu = device.type == "cpu" and torch.backends.mkldnn.is_available()
+    for module in private.modules(model):
+        if on_cpu and isinstance(module, torch.nn.LSTM) and not module.proj_size:
+            yield (
+                "A torch.nn.LSTM runs op by op: on a CPU Keras's own step runs a kernel of "
+                "oneDNN's, and numbers differ by rounding."
+            )
+            return
 
 
 def _build(model: Any, batch: Any) -> None:

@@ -71,6 +71,13 @@ def grows(module, x):
     return x
 
 
+class _First(nn.Module):
+    """The outputs of a recurrent layer, without its states."""
+
+    def forward(self, results):
+        return results[0].flatten(1)
+
+
 def model_of(use):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((12,))
@@ -141,3 +148,35 @@ def test_a_normalization_of_cudnn_that_writes_runs_once(training, moving):
     args = (0, 1, 2, moving, moving, training, 0.1, 1e-3)
     call = Call(aten.cudnn_batch_norm.default, args, {}, (4,), (), "forward", (), 0)
     assert writes_unsaid(call) is (training and moving is not None)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch lacks oneDNN")
+@pytest.mark.parametrize(
+    ("kind", "is_named"),
+    [(lambda: nn.LSTM(4, 4), True), (lambda: nn.LSTM(4, 4, proj_size=2), False),
+     (lambda: nn.GRU(4, 4), False)],
+)  # fmt: skip
+def test_a_kernel_that_is_recorded_as_its_ops_is_named(kind, is_named):
+    """Its numbers are those of Keras's own step to the bit, or differ by rounding."""
+    keras.utils.set_random_seed(0)
+    module = kind()
+    inner = nn.Sequential(nn.Linear(12, 8), nn.Unflatten(1, (2, 4)), module, _First())
+    width = 2 * (module.proj_size or 4)
+    inputs = keras.Input((12,))
+    x = keras.layers.TorchModuleWrapper(inner, output_shape=(None, width))(inputs)
+    model = keras.Model(inputs, layers.Dense(3)(x))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    data = torch.rand(6, 12), torch.rand(6, 3)
+    keras_private.build(model, data)
+    model.make_train_function()
+    model.train()
+    backend = load_backend()
+    put_back, traced = backend.snapshot(model), backend.trace(model, data)
+    assert [("oneDNN" in text) for text in traced.differences] == [True] * is_named
+    model.train_function([data])
+    expected = state(model)
+    put_back()
+    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
+    backend.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))(data)
+    for one, other in zip(expected, state(model), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4 * is_named, atol=1e-6 * is_named)
