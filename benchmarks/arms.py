@@ -82,10 +82,9 @@ SMALL: dict[str, Callable[[], Any]] = {
 }
 ARMS = SMALL | {
     "first annealing": _option(first_anneal=0.0),
-    "turns of neighbourhoods": _turn(1),
     "turns of annealing from the best": _turn(0),
-    "turns of loose annealing": _turn(2),
-    "turns of stiff annealing": _turn(3),
+    "turns of loose annealing": _turn(1),
+    "turns of stiff annealing": _turn(2),
 }
 
 

@@ -3,11 +3,10 @@ its work is done.
 
 1. No budget, or an order without recomputation that fits (the default one or the memory-aware one):
    optimal, done.
-2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule, whatever the clock says; where
+2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule, whatever the clock says. Where
    the graph is not large, :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores,
-   and so does :mod:`keras_remat.solvers.search.backward`, or it proves that there is none; where it
-   is small,
-   :mod:`keras_remat.solvers.papers.checkmate_milp`, too.
+   and so does :mod:`keras_remat.solvers.search.backward`, or it proves that there is none. Where
+   the graph is small, :mod:`keras_remat.solvers.papers.checkmate_milp` gives one, too.
 3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
 4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
@@ -16,18 +15,18 @@ its work is done.
 5. :mod:`keras_remat.solvers.search.anneal` looks for another order, which on graphs with many
    parallel branches decides everything. Where there is still no schedule, the search backwards
    goes on for longer, and step 4 follows.
-6. Annealing from nothing, annealing from the best schedule, and
-   :mod:`keras_remat.solvers.search.neighbourhoods` take turns: what still improves gets the time
-   (:mod:`keras_remat.solvers.search.round_robin`).
+6. Annealing from the best schedule and, in two ways, from nothing take turns: what still improves
+   gets the time (:mod:`keras_remat.solvers.search.round_robin`).
 7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
 Graphs of more than ``OPTIONS.large_ops`` ops are coarsened first
-(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 5 and 6 work on the coarse problem; step 4
-is left out, its program is too large. Without OR-Tools, and in less than ``OPTIONS.process_s``
-seconds, annealing does all of 4 and 6.
-Wherever a schedule comes from, recomputations are taken back where there is room
-(:mod:`keras_remat.solvers.orders.trim`).
+(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 5 and 6 work on the coarse problem. Step 4
+is left out there, because its program is too large; and anywhere without OR-Tools, or in less than
+``OPTIONS.process_s`` seconds. Wherever a schedule comes from, recomputations are taken back where
+there is room (:mod:`keras_remat.solvers.orders.trim`).
+
+What each step is worth, ``benchmarks/arms.py`` measures (``benchmarks/results/arms.md``).
 
 Where values can be fetched, :mod:`keras_remat.solvers.search.fetching` takes over, and all this
 gives the schedule it starts from.
@@ -40,8 +39,6 @@ All steps but 3 and 7 end by counted work (:func:`keras_remat.core.deadline.work
 schedule replaces another only if it is faster by more than the tolerance of the proofs. So the same
 seed gives the same schedule, unless the clock ends one of these steps after all: on a machine that
 is very busy or very slow. How far the *bound* gets depends on the clock.
-
-One file, though long: the steps share what they know.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp, dtr
-from keras_remat.solvers.search import anneal, backward, fetching, greedy, intervals, neighbourhoods
+from keras_remat.solvers.search import anneal, backward, fetching, greedy, intervals
 from keras_remat.solvers.search.round_robin import RoundRobin
 
 logger = logging.getLogger(__name__)
@@ -91,10 +88,9 @@ class AutoOptions:
         tightenings: times that greedy is tried on a coarse problem whose schedules do not fit the
             whole one, each time with less room.
         turns: of step 6.
-        neighbourhoods_depth: of candidates in coarsened problems; twice that in others.
         greedy, exact, first_backward, backward, intervals: shares of these steps.
         first_anneal: share of step 5.
-        anneal, coarse_anneal, neighbourhoods: shares of a turn. With less on a coarse problem,
+        anneal, coarse_anneal: share of a turn, and on a coarse problem. With less there,
             DenseNet121's step at half of its peak was not improved in 10 s (8.2 % instead of 7.4).
         bounds_end, proof_ends, last_ends: shares by which the quick bounds, the exact one, and
             everything else end.
@@ -109,7 +105,6 @@ class AutoOptions:
     dtr_ops_per_s: int = 1_500
     tightenings: int = 4
     turns: int = 12
-    neighbourhoods_depth: int = 2
     greedy: float = 0.15
     exact: float = 0.15
     first_backward: float = 0.04
@@ -118,7 +113,6 @@ class AutoOptions:
     first_anneal: float = 0.15
     anneal: float = 0.12
     coarse_anneal: float = 0.18
-    neighbourhoods: float = 0.04
     bounds_end: float = 0.3
     proof_ends: float = 0.7
     last_ends: float = 0.9
@@ -153,7 +147,6 @@ class _Search:
         self.last = self.deadline.share(OPTIONS.last_ends)
         self.view = self.whole = _View(self.problem, tuple, tuple)
         self.coarse_best: Order | None = None
-        self.has_cp_sat = False
 
     def offer(self, order: Sequence[int], solver: str) -> bool:
         """Keeps ``order``, trimmed, if it is legal, within the budget and faster than the best;
@@ -202,17 +195,15 @@ class _Search:
             self._window_bound(sorted(widest), self.deadline.share(OPTIONS.bounds_end))
         if self.incumbent.proved:
             return
-        self.has_cp_sat = self.limit_s >= OPTIONS.process_s and cp_sat.available()
-        solve_intervals = partial(self._with_cp_sat, partial(self._intervals, known))
         begins_with_intervals = self.incumbent.order is not None and not large
         if begins_with_intervals:
-            solve_intervals()
+            self._intervals(known)
         if not self.incumbent.proved:
             self._anneal((anneal.LOOSE, anneal.STIFF), OPTIONS.first_anneal, self.seed)
         if self.incumbent.order is None and not large:
             known += self._backward(OPTIONS.backward)
         if not begins_with_intervals and not large:
-            solve_intervals()
+            self._intervals(known)
         self._take_turns(small=ops <= OPTIONS.provable_ops)
 
     def _take_turns(self, *, small: bool) -> None:
@@ -220,7 +211,6 @@ class _Search:
         share = OPTIONS.anneal if self.view is self.whole else OPTIONS.coarse_anneal
         arms: list[Callable[[int], None]] = [
             partial(self._anneal, (anneal.COOL,), share, from_best=True),
-            lambda seed: self._with_cp_sat(partial(self._neighbourhoods, seed)),
             partial(self._anneal, (anneal.LOOSE, anneal.COOL), share),
             partial(self._anneal, (anneal.STIFF, anneal.COOL), share),
         ]
@@ -229,7 +219,7 @@ class _Search:
             if self.incumbent.proved or self.last.is_over:
                 return
             # only the last two need no schedule to begin with
-            ready = turns.next() if self.incumbent.order is not None else 2 + turn % 2
+            ready = turns.next() if self.incumbent.order is not None else 1 + turn % 2
             before_s = self.incumbent.best_s
             arms[ready](self.seed + 1 + turn)
             turns.report(ready, found=self.incumbent.best_s < before_s)
@@ -238,16 +228,6 @@ class _Search:
                     window_bound.longest_chain(self.problem),
                     self.deadline.share(OPTIONS.proof_ends),
                 )
-
-    def _with_cp_sat(self, step: Callable[[], None]) -> None:
-        """Takes a step that needs CP-SAT, if it is there; a process that died once, for want of
-        memory as a rule, would die again."""
-        if self.has_cp_sat:
-            try:
-                step()
-            except cp_sat.CpSatProcessError as error:
-                logger.warning("keras_remat: goes on without CP-SAT: %s", error)
-                self.has_cp_sat = False
 
     def _coarsen(self, bases: Sequence[Order]) -> None:
         """Makes the view a coarse one, of the first base order whose schedules fit the problem
@@ -336,24 +316,23 @@ class _Search:
             self.raise_bound(bound_s)
 
     def _intervals(self, known: list[Order]) -> None:
-        """Searches intervals on the order of first runs of the best schedule; ``known`` are
-        schedules to take candidates from."""
+        """Searches intervals on the order of first runs of the best schedule, where there is one
+        and CP-SAT; ``known`` are schedules to take candidates from."""
         start = self.incumbent.order
-        if start is None:
+        if start is None or self.limit_s < OPTIONS.process_s or not cp_sat.available():
             return
         base = tuple(dict.fromkeys(start))
         known = [start, *(order for order in known if tuple(dict.fromkeys(order)) == base)]
-        for order in intervals.improve(
-            self.problem,
-            base,
-            known,
-            deadline=self.last,
-            work=intervals.work_limit(OPTIONS.intervals * self.limit_s),
-            seed=self.seed,
-        ):
-            self.offer(order, "intervals")
-            if self.incumbent.proved:
-                return
+        work = intervals.work_limit(OPTIONS.intervals * self.limit_s)
+        try:
+            for order in intervals.improve(
+                self.problem, base, known, deadline=self.last, work=work, seed=self.seed
+            ):
+                self.offer(order, "intervals")
+                if self.incumbent.proved:
+                    return
+        except cp_sat.CpSatProcessError as error:
+            logger.warning("keras_remat: goes on without CP-SAT: %s", error)
 
     def _start(self) -> Order:
         """Returns the best order of the view: of the coarse problem the best within *its* budget,
@@ -385,21 +364,6 @@ class _Search:
             seed=seed,
         ):
             self._offer_of_view(order, "anneal")
-
-    def _neighbourhoods(self, seed: int) -> None:
-        if self.incumbent.order is None or self.incumbent.proved:
-            return
-        for order in neighbourhoods.improve(
-            self.view.problem,
-            self._start(),
-            deadline=self.last,
-            work=intervals.work_limit(OPTIONS.neighbourhoods * self.limit_s),
-            depth=OPTIONS.neighbourhoods_depth * (2 if self.view is self.whole else 1),
-            seed=seed,
-        ):
-            self._offer_of_view(order, "neighbourhoods")
-            if self.incumbent.proved:
-                return
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,6 @@ def test_goes_on_when_the_cp_sat_process_dies(
     if not cp_sat.available():
         pytest.skip("ortools is not installed")
     monkeypatch.setattr(cp_sat, "MEMORY_LIMIT_BYTES", 2**20)
-    monkeypatch.setattr(cp_sat.Worker.__init__, "__defaults__", (2**20,))
     problem = with_budget_fraction(training_problem(random.Random(11), 12), 0.7)
     assert solve(problem, time_limit_s=8).usage is not None
     assert "goes on without CP-SAT" in caplog.text

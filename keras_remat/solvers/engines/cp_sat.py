@@ -8,9 +8,7 @@ end or by an exception such as ``KeyboardInterrupt``.
 
 One search thread, and the linear relaxation at its fullest (``linearization_level`` 2). One thread
 repeats itself for a seed, and CP-SAT counts its *work* (``max_deterministic_time``), so that a
-search that ends by its work limit gives the same incumbents on every machine. A second core is used
-by a second process on another part of the problem
-(:mod:`keras_remat.solvers.search.neighbourhoods`).
+search that ends by its work limit gives the same incumbents on every machine.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from keras_remat.core import interpreter
 from keras_remat.errors import MissingPackageError, RematError
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
+"""Address space that the process may have."""
 STARTUP_S = 1.0
 """Seconds that starting the process and building the model take, off the solver's own limit."""
 
@@ -92,15 +91,12 @@ def require_ortools() -> None:
 class Worker:
     """Runs a process that solves one program after the other; as a context manager it ends it.
 
-    Args:
-        memory_limit_bytes: address space the process may have.
-
     Raises:
         MissingPackageError: OR-Tools is not installed.
         CpSatProcessError: no process can be started.
     """
 
-    def __init__(self, memory_limit_bytes: int = MEMORY_LIMIT_BYTES) -> None:
+    def __init__(self) -> None:
         require_ortools()
         try:
             self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
@@ -110,7 +106,7 @@ class Worker:
             self._process = interpreter.start(
                 "-m",
                 "keras_remat.solvers.engines._cp_sat_worker",
-                str(memory_limit_bytes),
+                str(MEMORY_LIMIT_BYTES),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

@@ -49,8 +49,8 @@ TIME_STEPS = 10**7
 
 @dataclass(frozen=True)
 class Cell:
-    """Is a place in the order where an op runs (base), runs again (fixed) or may run again
-    (candidate, with its variable)."""
+    """Is a place in the order where an op runs (base) or may run again (candidate, with its
+    variable)."""
 
     slot: int
     op_id: int
@@ -82,7 +82,6 @@ class Model:
         candidates: recomputations that are in question.
         hint: a legal order to start from, with the first runs in the order of ``base``;
             recomputations that are no candidates are left out.
-        fixed: recomputations that are not in question.
 
     Attributes:
         program: what CP-SAT solves.
@@ -96,7 +95,6 @@ class Model:
         base: Sequence[int],
         candidates: Collection[Pair],
         hint: Sequence[int] | None,
-        fixed: Collection[Pair] = (),
     ):
         self.problem, self.graph, self.base = problem, problem.graph, base
         self.program = cp_sat.Program()
@@ -109,19 +107,18 @@ class Model:
         )
         unit_s = max(problem.store_all_time_s / TIME_STEPS, 1e-15)
         self.capacity = (budget - problem.profile.resident_bytes) // self.unit_bytes
-        self.merges = len(base) > SMALL_OPS and not fixed
-        rounds = 2 if len(base) <= TINY_OPS and not fixed else 1
+        self.merges = len(base) > SMALL_OPS
+        rounds = 2 if len(base) <= TINY_OPS else 1
         cells = [(at, 1, at, op_id) for at, op_id in enumerate(base)]
         cells += [
             (slot, 0, place[op_id] + turn * len(base), op_id)
-            for slot, op_id in {*candidates, *fixed}
+            for slot, op_id in set(candidates)
             for turn in range(rounds)
         ]
-        certain = set(fixed)
         self.cells: list[Cell] = []
         for slot, is_base, _, op_id in sorted(cells):
             variable = -1
-            if not is_base and (slot, op_id) not in certain:
+            if not is_base:
                 variable = self.program.variable(round(problem.profile.op_time_s[op_id] / unit_s))
             self.cells.append(Cell(slot, op_id, variable))
         # Per value its events (cell index; len(cells) is the end of the step) and the segment after
@@ -144,10 +141,6 @@ class Model:
         if hint is not None:
             self.program.hint = self._hint(hint)
 
-    def chosen(self, ones: frozenset[int]) -> set[Pair]:
-        """Returns the candidates that run in an assignment."""
-        return {(cell.slot, cell.op_id) for cell in self.cells if cell.variable in ones}
-
     def order(self, ones: frozenset[int]) -> tuple[int, ...]:
         """Returns the order an assignment stands for."""
         return tuple(
@@ -166,9 +159,7 @@ class Model:
         for j in range(len(events) - 1, 0, -1):
             cell = self.cells[events[j]] if events[j] < len(self.cells) else None
             later = after[j]
-            if cell is not None and cell.variable < 0 and cell.op_id == producer:
-                before = self.GONE  # certainly computed again
-            elif cell is None or cell.variable < 0:
+            if cell is None or cell.variable < 0:
                 before = self.KEPT  # a read that certainly happens
             elif cell.op_id != producer:
                 before = self.KEPT if later == self.KEPT else self.program.variable()
