@@ -25,7 +25,7 @@ from keras_remat.units import format_bytes
 
 #: Module, the extra that installs it, and what it is for.
 _OPTIONAL = (
-    ("ortools", "solvers", "CP-SAT: better plans, and proofs"),
+    ("ortools", "solvers", "CP-SAT: better plans of small graphs"),
     ("cylp", "solvers", "CBC, as in the Checkmate paper"),
     ("matplotlib", "plot", "plots of plans and reports"),
 )
