@@ -204,12 +204,10 @@ class BudgetSearch:
 
     def _not_found(self) -> ScheduleNotFoundError:
         """Returns the error that nothing keeps to the budget, with what needs least."""
-        over, floor = (
-            None if self.least is None else self.least.peak_bytes,
-            self.problem.floor_bytes,
-        )
+        least, floor = self.least, self.problem.floor_bytes
+        least_bytes = None if least is None else least.peak_bytes
         return ScheduleNotFoundError(
-            self.budget_bytes, floor, over, solver=self._solver, least_over_limit=self.least
+            self.budget_bytes, floor, least_bytes, solver=self._solver, least_over_limit=least
         )
 
     def solve_at(
@@ -223,24 +221,21 @@ class BudgetSearch:
 
         Args:
             near: a known order to begin with instead of solving anew
-            (:mod:`keras_remat.solvers.search.nearby`).
+                (:mod:`keras_remat.solvers.search.nearby`).
             patience: as of :func:`keras_remat.solvers.solve`.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
         """
         problem = self.problem.with_budget(target)
-        seen: list[Solution] = []
         if near is None:
             seen = self._solved(problem, time_limit_s, patience)
         else:
             orders = nearby.schedules(
                 problem, near, time_limit_s=time_limit_s, seed=self._seed, patience=patience
             )
-            seen.extend(
-                Solution(order, "nearby", "feasible", 0.0)
-                for order in islice(orders, OPTIONS.asked_orders)
-            )
+            first = islice(orders, OPTIONS.asked_orders)
+            seen = [Solution(order, "nearby", "feasible", 0.0) for order in first]
             if not seen:
                 raise ScheduleNotFoundError(target, problem.floor_bytes, solver="nearby")
         newest = {solution.schedule: solution for solution in seen}

@@ -102,12 +102,10 @@ class Stages:
         """Returns ā: the values of each block that its backward stage or a later block reads."""
         graph, readers = self.linear.problem.graph, self.linear.problem.graph.readers
         saved: list[set[int]] = [set() for _ in self.forward]
+        inside = [set(ops) for ops in self.forward]
         for v, s in self.block_of.items():
-            if v in graph.outputs or any(
-                r in graph.needed
-                and (r not in self.linear.position or r not in set(self.forward[s]))
-                for r in readers[v]
-            ):
+            read_later = any(r in graph.needed and r not in inside[s] for r in readers[v])
+            if v in graph.outputs or read_later:
                 saved[s].add(v)
         return saved
 
