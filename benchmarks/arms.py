@@ -67,7 +67,7 @@ def _turn(left_out: int) -> Callable[[], Any]:
 
     class Without(RoundRobin):
         def next(self) -> int:
-            self._waits[left_out] = math.inf  # type: ignore[call-overload]
+            self._waits[left_out] = math.inf
             return super().next()
 
     return lambda: mock.patch.object(auto, "RoundRobin", Without)
