@@ -73,6 +73,10 @@ class FakeInstalled(Installed):
         return self._backend.run_plain(batch)
 
 
+class Held(SimpleNamespace):
+    """Keras's iterator, as far as it is asked."""
+
+
 class Clock:
     """Counts a millisecond for every look at it, and what the steps of fake backends take: a search
     that ends when its time is over does so after a number of looks."""
@@ -124,11 +128,12 @@ class FakeModel:
         callback.set_params({"verbose": 0, "epochs": epochs, "steps": len(sizes)})
         self.make_train_function()
         callback.on_train_begin()
+        epoch_iterator = Held(_num_batches=len(sizes), _steps_seen=0)
         for epoch in range(epochs):
+            epoch_iterator._steps_seen = 0
             callback.on_epoch_begin(epoch)
             firsts = [sum(sizes[:at]) for at in range(len(sizes))]
             batches = (batch_of(*numbers) for numbers in zip(firsts, sizes, strict=True))
-            epoch_iterator = SimpleNamespace(_num_batches=len(sizes), _steps_seen=0)
             for step in range(len(sizes)):
                 epoch_iterator._steps_seen = step + 1
                 callback.on_train_batch_begin(step)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
+from weakref import ref
 
 from keras_remat.backends.installed import Caller
 from keras_remat.backends.keras_private import batches_may_grow, records_steps
@@ -25,10 +26,22 @@ from keras_remat.backends.keras_private import batches_may_grow, records_steps
 
 @dataclass(frozen=True)
 class RunningFit:
-    """Says what is known of a ``fit`` that is running."""
+    """Says what is known of a ``fit`` that is running.
+
+    Where it ends without notice, its data may go: the iterator is not kept alive.
+
+    Args:
+        callbacks: all of them.
+        iterator_ref: returns Keras's iterator over the epoch's data; ``None`` where there is none.
+    """
 
     callbacks: tuple[Any, ...]
-    epoch_iterator: Any
+    iterator_ref: Callable[[], Any]
+
+    @property
+    def epoch_iterator(self) -> Any:
+        """Returns Keras's iterator over the epoch's data, as long as the ``fit`` runs."""
+        return self.iterator_ref()
 
     @property
     def has_no_more_data(self) -> bool:
@@ -144,8 +157,16 @@ def _fits(model: Any) -> Iterator[RunningFit]:
         names = _variables(frame) if frame.f_code.co_name == "fit" else {}
         listed = getattr(names.get("callbacks"), "callbacks", None)
         if listed is not None and names.get("self") is model:
-            yield RunningFit(tuple(listed), names.get("epoch_iterator"))
+            yield RunningFit(tuple(listed), _weak(names.get("epoch_iterator")))
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def _weak(iterator: Any) -> Callable[[], Any]:
+    """Returns what returns an iterator of Keras's as long as somebody else keeps it."""
+    try:
+        return ref(iterator)
+    except TypeError:  # there is none, or a loop of the user's own has another one
+        return lambda: None
 
 
 def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Caller:
@@ -233,6 +254,11 @@ class Callers:
                 return Caller.INNER
             is_awaited = False  # the fit before failed in the announced batch
         return caller_of(iterator, fit, announced=is_awaited)
+
+    def expect_no_call(self) -> None:
+        """Notes that the announced batch is trained by Keras's own train function: who announced it
+        is not kept, with all its data."""
+        self.announced = self.announced._replace(is_awaited=False, by=None)
 
     def forget(self) -> None:
         """Holds no ``fit`` any longer."""

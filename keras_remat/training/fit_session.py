@@ -237,7 +237,9 @@ class FitSession:
         record = self._fit.record
         if self._is_unmodified and not record.held.samples:
             self._installed.stand_aside()
+            self._callers.expect_no_call()
         elif self._is_idle(fit):
+            self._callers.expect_no_call()
             self._asides_left -= 1
             may_grow = fit is None or fit.may_grow
             size = record.sizes.loader or record.running.batch_size  # of train_on_batch

@@ -4,6 +4,7 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+from fake_fit import Held
 
 from keras_remat.backends.installed import Caller
 from keras_remat.training.callers import (
@@ -20,7 +21,7 @@ class Model:
 
     def fit(self, listed, call, seen=0, known=None):
         callbacks = SimpleNamespace(callbacks=listed)
-        epoch_iterator = SimpleNamespace(_steps_seen=seen, _num_batches=known)
+        epoch_iterator = Held(_steps_seen=seen, _num_batches=known)
         assert callbacks.callbacks is listed
         assert epoch_iterator._steps_seen == seen
         return call()
@@ -33,7 +34,7 @@ class Model:
 
 
 ALONE, LOADERS = Model().train_on_batch(), iter([1])
-FIT = RunningFit((), None)
+FIT = RunningFit((), lambda: None)
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -78,6 +79,22 @@ def test_nothing_of_a_fit_is_kept():
     assert alive is None
 
 
+def test_the_data_of_a_fit_that_ended_without_notice_may_go():
+    class Ends(Model):
+        def fit(self, listed, callers):
+            callbacks, epoch_iterator = SimpleNamespace(callbacks=listed), Held()
+            callers.announce(0, None)
+            assert callers.caller(LOADERS) is Caller.FIT
+            assert callers.announced.fit.epoch_iterator is epoch_iterator
+            return weakref.ref(epoch_iterator), callbacks.callbacks
+
+    model, callback = Ends(), object()
+    model.steps_per_execution = 1
+    callers = Callers(model, callback)
+    assert model.fit([callback], callers)[0]() is None
+    assert callers.announced.fit.epoch_iterator is None
+
+
 def test_another_fit_is_the_innermost_of_this_model_without_this_callback():
     model, ours, other = Model(), object(), object()
     assert not in_another_fit(model, ours)
@@ -93,8 +110,8 @@ def test_another_fit_is_the_innermost_of_this_model_without_this_callback():
 )
 def test_end_of_the_data_is_known_where_keras_counts(seen, known, ended):
     model, ours = Model(), object()
-    found = model.fit([ours], lambda: running_fit(model, ours), seen, known)
-    assert found.has_no_more_data is ended
+    found = model.fit([ours], lambda: running_fit(model, ours).has_no_more_data, seen, known)
+    assert found is ended
 
 
 def called_after(*announced, model=None, steps=None, known=None):

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import gc
 import warnings
+import weakref
 
 import keras
 import numpy as np
@@ -383,6 +384,34 @@ def test_a_callback_that_was_refused_holds_no_data_of_its_fit():
 
 
 @pytest.mark.slow
+class Data(np.ndarray):
+    """Can be referred to weakly."""
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
+def test_a_fit_that_another_callback_ended_leaves_no_data_behind(hook, is_planned, request):
+    if is_planned:
+        request.getfixturevalue("over_any_limit")
+    numbers, targets = numbered(60)
+    data, remat = numbers.view(Data), autotune(batch_size="keep")
+    alive, calls = weakref.ref(data), []
+
+    def ends(at, logs=None):
+        calls.append(at)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        other = keras.callbacks.LambdaCallback(**{hook: ends})
+        counting_model().fit(data, targets, 10, epochs=5, verbose=0, callbacks=[remat, other])
+    assert len(calls) == 4
+    del data
+    gc.collect()
+    assert alive() is None
+    assert (remat.plan is not None) == is_planned
+
+
 def test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_stays(monkeypatch):
     """What kernels ask for that no shape tells is known when they have run; slices do not divide
     it. Without oneDNN, gradients of convolutions are such where nobody knows their rule. On a
