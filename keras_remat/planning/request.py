@@ -59,8 +59,8 @@ class PlanRequest:
         is_quick: whether a plan to measure under is asked for: one that a quick solver finds, or
             the chosen one in half of its time or all.
         headroom_bytes: what the plan leaves free beside the margin, where one does.
-        known: a legal order that will do where the solver ``"auto"`` finds no faster one; others are
-            not told of it.
+        known: a legal order that will do where the solver ``"auto"`` finds no faster one; other
+            solvers are not told of it.
         below_bytes: where no plan keeps to the limit, the one that needs least will do if that is
             less than this by prediction; ``None`` where it will not do.
         avoid: orders that measured over the limit, and will not do then.
