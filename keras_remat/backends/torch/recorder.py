@@ -8,6 +8,8 @@ Tensors are numbered in the order in which they appear, and so are their storage
 is noted at which each was freed: Python and autograd hold the stand-ins as they would hold tensors
 with memory, so the bytes that Keras's own step needs are those alive here
 (:attr:`Recording.plain_bytes`).
+
+One file, though a little long: what is noted of a call, and the mode that notes it.
 """
 
 from __future__ import annotations

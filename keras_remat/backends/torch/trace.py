@@ -6,6 +6,8 @@ or drawn, and the model is not touched. What was recorded becomes a graph (:mod:
 
 Known limit: what a ``train_step`` does in Python alone (a counter, a list that grows) is done once,
 as inside a ``tf.function``.
+
+One file, though a little long: what is checked before, during and after one recording.
 """
 
 from __future__ import annotations
