@@ -9,7 +9,8 @@ eager tensor under a chosen name, calling a function with a session configuratio
 reading the profiler's raw trace, what Keras's own ``train_step`` does with the losses' trackers,
 which variables and which numbers of collective ops belong together on the devices of a strategy, in
 what packs its replicas exchange gradients, the HLO of a function and the buffers that XLA gives it,
-and two of XLA's operations.
+a traced function whose graph goes with it, and two
+of XLA's operations.
 When a new version moves one of these, this is the file to mend: one file, though long.
 """
 
@@ -38,6 +39,9 @@ from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import compiler_ir
+from tensorflow.python.eager.polymorphic_function.concrete_function import (
+    ConcreteFunctionGarbageCollector,
+)
 from tensorflow.python.framework import function_def_to_graph, kernels, op_def_registry
 from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
@@ -479,6 +483,22 @@ def device_memory_limit_bytes(name: str) -> int:
     raise LookupError(f"TensorFlow has no device {name!r}.")
 
 
+def concrete_function(function: Any, *signature: Any) -> Any:
+    """Returns what ``function.get_concrete_function`` does, with a graph that goes with it.
+
+    The public method leaves the graph to Python's garbage collector, which cannot free one of which
+    something lives on: TensorFlow registers custom gradients for good, with what they close over.
+    Each ``fit`` of a small model left 5,292 objects in the process, and leaves 765.
+
+    Args:
+        function: a ``tf.function``; of others who have traced it the graph goes, too.
+        signature: ``TensorSpec`` per argument, in the argument's structure.
+    """
+    found = function.get_concrete_function(*signature)
+    found._garbage_collector = ConcreteFunctionGarbageCollector(found.graph)
+    return found
+
+
 def build_function(build: Callable[..., Sequence[Any]], signature: Sequence[Any]) -> Any:
     """Makes a concrete function from ``build(*placeholders) -> outputs`` without automatic control
     dependencies.
@@ -543,7 +563,7 @@ def select_and_scatter(
     scalar = tf.TensorSpec([], image.dtype)
 
     def function(operation: Callable[[Any, Any], Any]) -> Any:
-        return tf.function(operation, autograph=False).get_concrete_function(scalar, scalar)
+        return concrete_function(tf.function(operation, autograph=False), scalar, scalar)
 
     return gen_xla_ops.xla_select_and_scatter(
         image, windows, strides, padding, source, start,

@@ -156,7 +156,7 @@ class LoweredStep:
         private.define_functions(program.library)
         specs = [tf.TensorSpec(program.shapes[at], program.dtypes[at]) for at in range(batch)]
         function = tf.function(remat_step, input_signature=specs, autograph=False, jit_compile=True)
-        self.function = function.get_concrete_function()
+        self.function = private.concrete_function(function)
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""

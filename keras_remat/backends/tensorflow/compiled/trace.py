@@ -15,10 +15,11 @@ import tensorflow as tf
 
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.micro_batches import watched_micro_batches
+from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
-from keras_remat.backends.tensorflow.graph.step import TouchedVariables
+from keras_remat.backends.tensorflow.graph.step import TouchedVariables, without_graph
 from keras_remat.backends.tensorflow.graph.trace import data_spec, touched_variables
 from keras_remat.backends.tensorflow.profiler.device import live_target
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
@@ -33,7 +34,8 @@ class CompiledStep(FusedStep):
 
     Args:
         stateless: the step as a pure function, which ``program`` computes.
-        output_structure: what ``train_step`` returned, with symbolic tensors.
+        output_structure: what ``train_step`` returned, as
+            :func:`~keras_remat.backends.tensorflow.graph.step.without_graph` returns it.
         variables: what it touches.
         target: where it will run.
         function: Keras's own step, where a compiler tells what it takes; ``None`` on a GPU that is
@@ -85,7 +87,7 @@ def trace(
     train_step = accumulated_train_step(model, micro_batches, structure, separated=True)
     traced = tf.function(train_step, autograph=False, jit_compile=True)
     with watched_micro_batches(model, micro_batches, tf.init_scope) as differences:
-        concrete = traced.get_concrete_function(structure)
+        concrete = private.concrete_function(traced, structure)
     stateless = flatten(concrete.graph)
     program = stateless.program
     _check_shapes(program)
@@ -104,7 +106,7 @@ def trace(
         program=program,
         stateless=stateless,
         numbers=numbers,
-        output_structure=concrete.structured_outputs,
+        output_structure=without_graph(concrete.structured_outputs),
         variables=touched_variables(concrete.graph),
         target=target,
         function=concrete if is_compiled and not (target.is_live and target.on_gpu) else None,

@@ -241,7 +241,7 @@ class Walk:
                     tensors.update((f"{node.name}:{at}", x) for at, x in enumerate(results))
             return [tensors[name] for name in returned]
 
-        return tf.function(run, autograph=False).get_concrete_function(*specs)
+        return private.concrete_function(tf.function(run, autograph=False), *specs)
 
     def _typed(self, **dtypes: Any) -> None:
         """Sets attributes of the newest node."""

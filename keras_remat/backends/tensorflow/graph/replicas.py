@@ -35,7 +35,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph.effects import has_effect
 from keras_remat.backends.tensorflow.graph.nodes import copied
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, part_of
-from keras_remat.backends.tensorflow.graph.step import Replica, TensorFlowStep
+from keras_remat.backends.tensorflow.graph.step import Replica, TensorFlowStep, without_graph
 from keras_remat.backends.tensorflow.graph.trace import (
     RecordedStep,
     data_spec,
@@ -95,7 +95,8 @@ def trace(model: Any, batch: Any, smallest_bytes: int = 0) -> TensorFlowStep:
         ]
 
     with private.exchanged_in_packs(strategy, PACK_BYTES), private.losses_counted_as(model):
-        concrete = tf.function(all_replicas, autograph=False).get_concrete_function(*structures)
+        function = tf.function(all_replicas, autograph=False)
+        concrete = private.concrete_function(function, *structures)
     return translated(_Cut(strategy, concrete).first_replica(), smallest_bytes)
 
 
@@ -298,7 +299,7 @@ class _Cut:
             graph_def=self._without_others(parts[0]),
             effects=effects,
             outputs=[tensor.name for tensor in outputs],
-            output_structure=self._structures[0],
+            output_structure=without_graph(self._structures[0]),
             inputs=tuple((t.op.name, t.dtype, t.shape) for t in inputs),
             variables={n: v for n, v in self._variables.items() if n in parts[0]},
             replicas=tuple(

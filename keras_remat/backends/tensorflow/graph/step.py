@@ -68,7 +68,7 @@ class TensorFlowStep(TracedStep):
             the keys of a replica.
         output_tensors: names of the tensors the step returns, in flattening order of
             ``output_structure``.
-        output_structure: what ``train_step`` returned, with symbolic tensors.
+        output_structure: what ``train_step`` returned, as :func:`without_graph` returns it.
         tensor_shapes: tensor name → static shape, or ``None`` when unknown.
         attached: node name → the node whose op it is part of, see :func:`.rewrite.attached_nodes`.
         effects_behind: node name → the ops with an effect that have run once it has.
@@ -179,9 +179,17 @@ def given_leaves(batch: Any) -> list[Any]:
     return [x for x in leaves if x is not None and not isinstance(x, tf.experimental.Optional)]
 
 
+def without_graph(structure: Any) -> Any:
+    """Returns what a traced function returned with a ``TensorSpec`` for every tensor, each of which
+    would hold the function's graph."""
+    return tf.nest.map_structure(
+        lambda x: tf.TensorSpec(x.shape, x.dtype) if isinstance(x, tf.Tensor) else x, structure
+    )
+
+
 def packed(structure: Any, outputs: Iterable[Any]) -> Any:
     """Returns what ``train_step`` returned when it was traced, with a step's outputs for its
     tensors."""
     given = iter(outputs)
-    flat = [next(given) if isinstance(x, tf.Tensor) else x for x in tf.nest.flatten(structure)]
+    flat = [next(given) if isinstance(x, tf.TensorSpec) else x for x in tf.nest.flatten(structure)]
     return tf.nest.pack_sequence_as(structure, flat)

@@ -52,6 +52,7 @@ from keras_remat.backends.tensorflow.graph.step import (
     Replica,
     TensorFlowStep,
     TouchedVariables,
+    without_graph,
 )
 from keras_remat.backends.tensorflow.graph.translate import Translation
 from keras_remat.errors import InvalidProblemError, UnsupportedModelError
@@ -92,7 +93,8 @@ def trace(
     structure = data_spec(batch)
     train_step = accumulated_train_step(model, micro_batches, structure)
     with watched_micro_batches(model, micro_batches, tf.init_scope) as differences:
-        concrete = tf.function(train_step, autograph=False).get_concrete_function(structure)
+        function = tf.function(train_step, autograph=False)
+        concrete = private.concrete_function(function, structure)
     graph = concrete.graph
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
     step = translated(
@@ -101,7 +103,7 @@ def trace(
             graph_def=graph.as_graph_def(),
             effects=[op.name for op in graph.control_outputs if has_effect(op.type)],
             outputs=[tensor.name for tensor in graph.outputs],
-            output_structure=concrete.structured_outputs,
+            output_structure=without_graph(concrete.structured_outputs),
             inputs=tuple(
                 (t.op.name, t.dtype, t.shape) for t in graph.inputs if t.op.name not in captures
             ),

@@ -2,6 +2,7 @@
 changes nothing."""
 
 import functools
+import gc
 import re
 
 import keras
@@ -328,3 +329,25 @@ def test_a_check_whose_result_nobody_reads_runs_once_and_what_follows_it_waits()
     (printed,) = (op for op in ops if op.kind == "PrintV2")
     assert not check.recomputable
     assert check.id in printed.after
+
+
+def graphs_with_ops():
+    gc.collect()
+    return sum(isinstance(one, tf.Graph) and bool(one.get_operations()) for one in gc.get_objects())
+
+
+def test_no_graph_stays_of_a_step_with_a_gradient_of_its_own():
+    """TensorFlow registers such gradients for good, with what they close over."""
+
+    @tf.custom_gradient
+    def doubled(x):
+        return 2 * x, lambda upstream: 2 * upstream
+
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(layers.Lambda(doubled)(layers.Dense(3)(inputs))))
+    model.compile("sgd", "mse")
+    batch = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    BACKEND.trace(model, batch)  # makes what Keras keeps
+    before = graphs_with_ops()
+    BACKEND.trace(model, batch)
+    assert graphs_with_ops() == before
