@@ -116,7 +116,8 @@ def train_batch(
 def _step(fit: FitState, mode: Mode, batch: Any, constraints: StepConstraints, timed: bool) -> Any:
     """Trains one batch in a mode: tries again until it is trained or nothing is left."""
     tools, key = tools_of(fit, mode), fit.signatures.of(batch)
-    settled = None if timed else steps.settled_shape(tools, key, constraints)
+    is_seen = timed or steps.is_look_due(tools)
+    settled = None if is_seen else steps.settled_shape(tools, key, constraints)
     if settled is not None:
         return train_settled(tools, settled, batch)
     fit.record = steps.arrived(tools, batch, key, constraints)

@@ -81,8 +81,7 @@ def _settled_shape(fit: FitState, batch: Any) -> PlannedShape | None:
     may_try = contest.may_try and fit.options.plan is None
     if may_try or contest.trial is not None or not record.trains_as_given:
         return None
-    key, allow_over_limit = fit.signatures.of(batch), USUAL_CONSTRAINTS.allow_over_limit
-    return record.running.settled_shape(key, allow_over_limit=allow_over_limit)
+    return steps.settled_shape(running_tools(fit), fit.signatures.of(batch))
 
 
 def constraints_in(contest: Contest[Mode], constraints: StepConstraints) -> StepConstraints:

@@ -22,6 +22,7 @@ from keras_remat.training.decide import Phase, Recorded, RetryCounts
 from keras_remat.training.fit_state import FitState, setup_limit_s
 from keras_remat.training.record import FitRecord, SetUp, StepsRecord
 from keras_remat.training.shape_state import (
+    USUAL_CONSTRAINTS,
     PlainShape,
     PlannedShape,
     Recording,
@@ -131,13 +132,17 @@ def _needs_plan(tools: Tools, constraints: StepConstraints) -> bool:
 def is_overtaken(tools: Tools, shape: ShapeState) -> bool:
     """Returns whether something was decided for a shape before its next step.
 
-    A step of another shape has ended its recording, or Keras's own step was seen to take more than
-    the limit.
+    A step of another shape has ended its recording, or its own was seen to take more than the
+    limit, which another shape may have lowered since.
     """
     if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
         return True
-    is_plain = not isinstance(shape, PlannedShape) and not shape.tries.plain_ruled_out
-    return is_plain and tools.is_over(shape)
+    if not tools.is_over(shape):
+        return False
+    if isinstance(shape, PlannedShape):
+        is_measured = shape.phase in (Phase.VERIFY, Phase.FINAL)
+        return is_measured and shape.tries.attempts_left(out_of_memory=False)
+    return not shape.tries.plain_ruled_out
 
 
 def is_to_be_recorded(shape: ShapeState) -> TypeGuard[Recording]:
@@ -224,7 +229,15 @@ def _is_guarded(tools: Tools, shape: ShapeState) -> bool:
     """Returns whether the next step has to be undone if it runs out of memory, whatever the copy
     costs: copies make steps up to a fifth slower, and plain steps are compared with others."""
     first_only = tools.on_gpu or shape.phase in (Phase.PLAIN, Phase.FINAL)
-    return not (first_only and shape.called)
+    return not (first_only and shape.called) or _misses_lowered_limit(tools, shape)
+
+
+def _misses_lowered_limit(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether a shape's plan was made before another shape ran out of memory, and is
+    predicted to need more than the device had then."""
+    if tools.fit.record.lowered_limit is None or not isinstance(shape, PlannedShape):
+        return False
+    return not tools.fit.limit.holds(shape.plan.predicted.peak_bytes)
 
 
 def _is_restored(tools: Tools, shape: ShapeState) -> bool:
@@ -256,12 +269,12 @@ def is_look_due(tools: Tools) -> bool:
 
 
 def settled_shape(
-    tools: Tools, key: Signature, constraints: StepConstraints
+    tools: Tools, key: Signature, constraints: StepConstraints = USUAL_CONSTRAINTS
 ) -> PlannedShape | None:
-    """Returns a batch's shape where its step is final under a plan, and no look at it is due;
-    ``None`` where something is to be found out or to be done."""
+    """Returns a batch's shape where its step is final under a plan; ``None`` where something is to
+    be found out or to be done."""
     shape = tools.steps.settled_shape(key, allow_over_limit=constraints.allow_over_limit)
-    return None if shape is None or is_look_due(tools) else shape
+    return None if shape is None or is_overtaken(tools, shape) else shape
 
 
 def seen(shape: PlainShape, usage: Usage) -> PlainShape:

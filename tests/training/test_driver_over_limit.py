@@ -14,6 +14,7 @@ from fake_backend import (
     chain_problem,
     event_kinds,
     note_solves,
+    plan_in_fake_processes,
 )
 from fake_fit import PLAIN, SIZE, TIGHT, driven, options, train
 
@@ -206,6 +207,25 @@ def test_first_step_of_a_smaller_batch_is_guarded_too(monkeypatch):
     )
     assert backend.samples == list(range(8 * SIZE + SIZE // 4))
     assert "out-of-memory" in event_kinds(report)
+
+
+@pytest.mark.parametrize("device", ["CPU:0", "GPU:0"])
+@pytest.mark.parametrize("steps", [1, 3, 5, 7, 12], ids="after {} steps".format)
+def test_a_plan_from_before_the_device_had_less_does_not_run_unguarded(device, steps, monkeypatch):
+    """Another shape ran out of memory, which lowered the limit below what this one takes."""
+    monkeypatch.setattr("keras_remat.training.undo.CHEAP_SHARE", -1.0)
+    monkeypatch.setattr(Pace, "is_due", lambda self: False)
+    plan_in_fake_processes(monkeypatch, steps=2)
+    backend = FakeBackend(device_name=device)
+    trainer, report = driven(backend, options())
+    train(trainer, steps)
+    backend.has_bytes = int(0.9 * trainer.plan.predicted.peak_bytes)
+    trainer.run(batch_of(steps * SIZE, SIZE - 5))
+    for step in range(12):
+        trainer.run(batch_of((steps + 1 + step) * SIZE - 5, SIZE))
+    assert backend.samples == list(range((steps + 13) * SIZE - 5)), "every sample once, in order"
+    assert trainer.plan.measured.peak_bytes <= backend.has_bytes
+    assert event_kinds(report).count("out-of-memory") <= 2
 
 
 def test_batch_for_which_the_device_has_too_little_raises_from_the_frameworks_error():
