@@ -26,7 +26,6 @@ from keras_remat.training.contest import MOST_OPS, Contest, Trial, Tried, better
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.record import FitRecord, Mode, SizesRecord
 from keras_remat.training.shape_state import (
-    USUAL_CONSTRAINTS,
     PlannedShape,
     StepConstraints,
     layout_of,
