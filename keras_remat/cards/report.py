@@ -32,7 +32,7 @@ class CardRow:
     """Says whether a train step fits a card; ``None`` stands for what is not known.
 
     Args:
-        card: its name in the table of cards.
+        card: its name, in the table of cards or one's own.
         usable_bytes: what a framework uses of the card's memory by default.
         plain_bytes: peak of the step without recomputation, weights and slots included.
         verdict: one of :data:`VERDICTS`.

@@ -139,7 +139,7 @@ class AskedStep:
         backend = self._backend_of(target)
         usable = target.usable_bytes or target.total_bytes or 0
         row = CardRow(
-            card=target.card or target.device,
+            card=target.name,
             usable_bytes=usable,
             plain_bytes=None,
             verdict=None,

@@ -219,13 +219,12 @@ def _changed(base: Target, own: Mapping[str, Any], name: str) -> Target:
     rates, total = base.rates, own.get("memory", base.total_bytes)
     flops_per_s = own["tflops"] * 1e12 if "tflops" in own else 1 / rates.seconds_per_flop
     faster = flops_per_s * rates.seconds_per_flop
-    half_per_s = flops_per_s / rates.half_flop
-    half_per_s = own["half_tflops"] * 1e12 if "half_tflops" in own else half_per_s
+    half_tflops = own.get("half_tflops", flops_per_s / rates.half_flop / 1e12)
     bytes_per_s = int(own["bandwidth"] * 1e9) if "bandwidth" in own else base.chip.bytes_per_s
     cores = own.get("cores", max(1, round(faster * base.chip.cores)))
     return replace(
         base,
-        rates=gpu_rates(flops_per_s, half_per_s, bytes_per_s),
+        rates=gpu_rates(flops_per_s, half_tflops * 1e12, bytes_per_s),
         card=name,
         capability=own.get("capability", base.capability),
         total_bytes=total,

@@ -118,9 +118,10 @@ def _targets(cards: Sequence[str | Target]) -> tuple[Target, ...]:
     targets = tuple(target for target in map(target_of, names) if target is not None)
     by_name: dict[str, Target] = {}
     for target in targets:
-        name = target.card or target.device
-        if by_name.setdefault(name, target) != target:
-            raise ValueError(f"two different cards are called {name!r}: name them apart")
+        if by_name.setdefault(target.name, target) != target:
+            raise ValueError(
+                f"two different cards are called {target.name!r}: give each a name of its own"
+            )
         if target.usable_bytes is None and target.total_bytes is None:
             raise ValueError(f"the target {target.device!r} has no usable_bytes: give some")
     return targets
@@ -210,7 +211,7 @@ def _report_on(framework: str, request: Request, progress: Callable[[CardRow], N
         NotTakenError: the model does not run on it.
         RematError, ValueError, TypeError, ImportError, OSError: it cannot be answered.
     """
-    names = [target.card or target.device for target in request.targets]
+    names = [target.name for target in request.targets]
     report = CardReport(batch_size=0, rows=())
     rows: dict[str, CardRow] = {}
     for kind, what in _messages(request, framework):

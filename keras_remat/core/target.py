@@ -94,7 +94,7 @@ class Target:
         platform: ``"cpu"`` or ``"gpu"``.
         device: for people, such as ``"gpu:0 NVIDIA H100 80GB HBM3"``.
         rates: what its arithmetic and traffic take.
-        card: its name in the table of cards; ``None`` for the live device.
+        card: its name, in the table of cards or one's own; ``None`` for the live device.
         capability: CUDA's compute capability; ``None`` where there is none, or nobody asked.
         total_bytes: its memory; ``None`` where the live device is to be asked.
         usable_bytes: what a framework uses of it by default.
@@ -113,6 +113,11 @@ class Target:
     def __post_init__(self) -> None:
         if self.platform not in ("cpu", "gpu"):
             raise ValueError(f'platform must be "cpu" or "gpu", got {self.platform!r}')
+
+    @property
+    def name(self) -> str:
+        """Returns the card's name, or what people call the live device."""
+        return self.card or self.device
 
     @property
     def is_live(self) -> bool:

@@ -140,7 +140,7 @@ def test_no_random_weights_are_made(monkeypatch):
     [
         ((4, ["H10"]), {}, ValueError, "did you mean H100"),
         ((4, []), {}, ValueError, "at least one"),
-        ((4, [replace(CARDS["T4"], usable_bytes=GIB), "T4"]), {}, ValueError, "name them apart"),
+        ((4, [replace(CARDS["T4"], usable_bytes=GIB), "T4"]), {}, ValueError, "name of its own"),
         ((4,), {"batch_size": 8}, ValueError, "give one of them"),
         ((), {}, TypeError, "give a batch"),
         ((4,), {"margin": 2.0}, ValueError, "margin"),

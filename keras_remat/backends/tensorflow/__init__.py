@@ -37,7 +37,7 @@ def backends(model: Any, compilation: str, target: Target | None = None) -> list
 
     several = mirrored.trains_on_several_devices(model)
     if target is not None and not target.is_live:
-        where = target.card or target.device
+        where = target.name
         if several:
             raise UnsupportedModelError(
                 f"The model trains under a strategy, and {where} is one device: make it outside."

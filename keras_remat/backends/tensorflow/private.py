@@ -491,7 +491,7 @@ def concrete_function(function: Any, *signature: Any) -> Any:
     Each ``fit`` of a small model left 5,292 objects in the process, and leaves 765.
 
     Args:
-        function: a ``tf.function``; of others who have traced it the graph goes, too.
+        function: a ``tf.function`` that only the caller traces.
         signature: ``TensorSpec`` per argument, in the argument's structure.
     """
     found = function.get_concrete_function(*signature)

@@ -129,7 +129,7 @@ def backends(model: Any, compilation: str, target: Target | None = None) -> list
     if target is not None:
         raise UnsupportedModelError(
             f"Keras runs on PyTorch, whose step is planned on a device that is there, and not for "
-            f"{target.card or target.device}. Set KERAS_BACKEND=jax for a model written in Keras's "
+            f"{target.name}. Set KERAS_BACKEND=jax for a model written in Keras's "
             "own ops. A plan belongs to the backend that it was made on; "
             "keras_remat.will_it_fit answers on either."
         )
