@@ -7,7 +7,8 @@ that no schedule reaches, one between is tried.
 
 Where compiling tells the peak, that decides. It takes long, so only so many schedules are compiled:
 first those that are predicted to fit, then, of all that any target gave, those that are predicted
-to need least. A compiler's peak is no monotone function of the bytes alive.
+to need least. A compiler's peak is no monotone function of the bytes alive. The time that compiling
+takes is none of the solver's, so that a plan does not depend on how busy the machine is.
 
 :mod:`keras_remat.planning.request` asks :func:`within_budget` and :func:`least_over_budget`. One
 file, though a little long: they decide with what targets, and for how long, the one search runs.
@@ -123,16 +124,24 @@ class BudgetSearch:
 
     Args:
         budget_bytes: what the device may have in use.
+        end_s: by ``time.perf_counter``, to when compiling may put a deadline off.
 
     Attributes:
         least: of all that was found, what needs least; ``None`` before anything was found.
     """
 
     def __init__(
-        self, problem: Problem, budget_bytes: int, memory: MemoryModel, solver: str, seed: int
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        memory: MemoryModel,
+        solver: str,
+        seed: int,
+        end_s: float = math.inf,
     ):
         self.problem, self.budget_bytes, self.memory = problem, budget_bytes, memory
-        self._solver, self._seed = solver, seed
+        self._solver, self._seed, self._end_s = solver, seed, end_s
+        self._compiling_s = 0.0
         # the fastest that fits, and its target
         self._chosen: tuple[BudgetCandidate, int] | None = None
         self._misses = 0  # compilations that told more than the budget
@@ -153,7 +162,7 @@ class BudgetSearch:
 
         Args:
             start: the first target, in bytes.
-            deadline_s: by ``time.perf_counter``; a late solve gets half a second all the same.
+            deadline_s: by ``time.perf_counter``, put off by compiling; a late solve gets 0.5 s.
             sure: so many solves are made while nothing was found, however late it is, and one at
                 least: the clock ends improvement, and not the first answer.
             approach: whether targets over the budget are tried where no lower one is reached, so
@@ -169,7 +178,7 @@ class BudgetSearch:
         target, reached, unreachable = start, max(start, most), floor
         hardly = OPTIONS.least_step * (start - floor)  # hardly less, in bytes
         for turn in range(OPTIONS.corrections):
-            left_s = deadline_s - time.perf_counter()
+            left_s = self.put_off(deadline_s) - time.perf_counter()
             least_s = OPTIONS.least_solve_s if self._chosen else 0.0
             is_late = left_s < least_s and not (turn < sure and self._chosen is None)
             no_compiling_left = bool(self._tried) and not self._may_compile(deadline_s)
@@ -328,7 +337,9 @@ class BudgetSearch:
         within = self.problem.with_budget(self.budget_bytes)
         if self.memory.rewrites and self._near is None:
             within = within.with_budget(None)
+        began_s = time.perf_counter()
         told = self.memory.compiled_peak_bytes(within, one.schedule)
+        self._compiling_s += time.perf_counter() - began_s
         if told is None:
             return one
         self._tried.add(one.schedule)
@@ -362,9 +373,13 @@ class BudgetSearch:
             self._choose_if_it_fits(one)
 
     def _may_compile(self, deadline_s: float) -> bool:
-        in_time = time.perf_counter() < deadline_s
+        in_time = time.perf_counter() < self.put_off(deadline_s)
         most = OPTIONS.most_compilations if in_time else OPTIONS.sure_compilations
         return len(self._tried) < most
+
+    def put_off(self, deadline_s: float) -> float:
+        """Returns a deadline put off by what compiling took, to the end at most."""
+        return max(deadline_s, min(deadline_s + self._compiling_s, self._end_s))
 
 
 def new_order(
@@ -416,8 +431,9 @@ def within_budget(
     Args:
         budget_bytes: what the device may have in use.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
-        time_limit_s: seconds for all solves together; each gets a part of what is left.
-        clock_s: seconds after which nothing improves what was found, where that is less.
+        time_limit_s: seconds for all solves together; each gets a part of what is left. Compiling
+            comes on top.
+        clock_s: seconds, compiling included, after which nothing improves what was found.
         known: a legal order that may keep to the budget and will do where "auto" finds no faster
             one, the one that runs now for instance. Where it does not keep to it, solvers stop at
             the time limit all the same, also with nothing found.
@@ -430,9 +446,9 @@ def within_budget(
     check_floor(within)
     # may compile, which is no solver's time; remembered
     memory.peak_bytes(within, Schedule.store_all(problem.graph))
-    most_s = min(time_limit_s, clock_s)
-    deadline_s = time.perf_counter() + most_s
-    search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
+    most_s, began_s = min(time_limit_s, clock_s), time.perf_counter()
+    deadline_s, end_s = began_s + most_s, began_s + clock_s
+    search = BudgetSearch(problem, budget_bytes, memory, solver, seed, end_s)
     if solver != "auto":
         return search.run(budget_bytes, deadline_s)[0]
     # what the allocator needs above a schedule is told by the known one or by a quick solver; the
@@ -442,13 +458,14 @@ def within_budget(
     if quick is not None:
         start -= max(0, quick.surplus_bytes)
     else:
-        quick_search = BudgetSearch(problem, budget_bytes, memory, QUICK, seed)
-        quick_deadline_s = time.perf_counter() + OPTIONS.quick * most_s
+        quick_search = BudgetSearch(problem, budget_bytes, memory, QUICK, seed, end_s)
+        sure = OPTIONS.corrections if is_patient else 1
         try:
-            sure = OPTIONS.corrections if is_patient else 1
+            quick_deadline_s = time.perf_counter() + OPTIONS.quick * most_s
             quick, start = quick_search.run(budget_bytes, quick_deadline_s, sure=sure)
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", error)
+        deadline_s = quick_search.put_off(deadline_s)
     deadline_s = max(deadline_s, time.perf_counter() + OPTIONS.slow * most_s)
     try:
         sure = OPTIONS.sure_corrections if is_patient else 1

@@ -54,8 +54,8 @@ class PlanRequest:
         memory: predicts the peaks that the device will show.
         auto_solver: the solver that ``"auto"`` stands for.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
-        seconds: for solving.
-        clock_s: seconds after which nothing improves a plan any more, where that is less.
+        seconds: for solving; compiling comes on top.
+        clock_s: seconds, compiling included, after which nothing improves a plan any more.
         is_quick: whether a plan to measure under is asked for: one that a quick solver finds, or
             the chosen one in half of its time or all.
         headroom_bytes: what the plan leaves free beside the margin, where one does.

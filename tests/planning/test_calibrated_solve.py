@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
@@ -142,6 +143,29 @@ def test_so_many_are_compiled_and_no_more(monkeypatch):
     with pytest.raises(ScheduleNotFoundError):
         planned(backend, int(0.9 * PLAIN))
     assert len(set(backend.compiled)) == sure
+
+
+@pytest.mark.parametrize("clock_s", [math.inf, 10.0], ids=["no end", "an end"])
+def test_compiling_takes_no_time_from_solving(monkeypatch, clock_s):
+    """Every compilation takes an hour by the clock, and solving none. Past the end only as many are
+    compiled as always."""
+    now, hour, sure = [0.0], 3600.0, calibrated_solve.OPTIONS.sure_compilations
+    monkeypatch.setattr(calibrated_solve, "time", SimpleNamespace(
+        perf_counter=lambda: now[0], thread_time=lambda: 0.0))  # fmt: skip
+    backend = Compiling(lambda schedule: 3.0)
+    told = backend.memory.compiled_peak_bytes
+
+    def compiled(problem, schedule):
+        now[0] += hour
+        return told(problem, schedule)
+
+    backend.memory.compiled_peak_bytes = compiled
+    with pytest.raises(ScheduleNotFoundError):
+        calibrated_solve.within_budget(
+            PROBLEM, int(0.9 * PLAIN), backend.memory,
+            solver="greedy", time_limit_s=20.0, clock_s=clock_s,
+        )  # fmt: skip
+    assert (len(set(backend.compiled)) > sure) == (clock_s == math.inf)
 
 
 # ------------------------------------------------------------------ what the allocator needs
