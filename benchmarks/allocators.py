@@ -44,7 +44,7 @@ def _child(name: str) -> dict[str, Any]:
     keras.utils.set_random_seed(0)
     model, case = models.make(name)
     data, backend = case.steps(_STEPS), load_backend()
-    plain = Probe()
+    plain = Probe(1, 0)
     model.fit(**data, batch_size=case.batch_size, verbose=0, shuffle=False, callbacks=[plain])
     batch = models.batches(case.steps(1), case.batch_size)[0]
     step = traced_model(backend, model, batch, UNLIMITED_BYTES, 0.0, "estimated", 0)
@@ -52,7 +52,7 @@ def _child(name: str) -> dict[str, Any]:
     expected = step.traced.plain_peak_bytes(step.problem, backend.memory) - resident
     limit = (statistics()["current"] + max(plain.peaks)) // 2
     remat = keras_remat.RematAutotune(memory_limit=limit, margin=0.0, batch_size="keep", verbose=0)
-    probe = Probe(remat)
+    probe = Probe(2, 0, remat)
     long_fit(model, **data, batch_size=case.batch_size, epochs=2, callbacks=[probe, remat])
     plan = remat.plan
     return {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,9 +18,10 @@ from typing import Any
 
 from keras_remat import doctor
 from keras_remat.cards import command as will_it_fit
-from keras_remat.checks import check_name
+from keras_remat.checks import check_name, check_seconds
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning import model_argument
+from keras_remat.units import check_memory_limit, parse_bytes
 
 DONE, WRONG_USE, INFEASIBLE, NOT_FOUND = 0, 2, 3, 4
 
@@ -87,21 +87,11 @@ def _command(commands: Any, name: str, text: str, *examples: str) -> argparse.Ar
     return command
 
 
-def _seconds(text: str) -> float:
-    """Returns a number of seconds from the command line."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
-    return seconds
-
-
-def _limit(text: str) -> int | str:
-    """Returns a memory limit from the command line; digits alone are bytes."""
-    digits = text.strip().lstrip("+-")
-    return int(text) if digits.isdecimal() and len(digits) < 40 else text
+def seconds(text: str) -> float:
+    """Returns a number of seconds from the command line; argparse tells the function's name."""
+    number = float(text)
+    check_seconds("--time-limit", number)
+    return number
 
 
 def _common(command: Any, *, solver: bool = True) -> None:
@@ -110,7 +100,7 @@ def _common(command: Any, *, solver: bool = True) -> None:
         command.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
         command.add_argument(
             "--time-limit",
-            type=_seconds,
+            type=seconds,
             default=30.0,
             metavar="SECONDS",
             help="seconds to search (default: 30)",
@@ -197,15 +187,13 @@ def _run_solve(options: argparse.Namespace) -> int:
 
 
 def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: int) -> int:
-    from keras_remat.units import parse_bytes
-
     if given is None:
         if in_file is None:
             raise ValueError(
                 "the problem file has no budget_bytes: give --budget, such as 8GiB or 50%"
             )
         return parse_bytes(in_file, what="budget_bytes")
-    return parse_bytes(_limit(given), total_bytes=store_all_peak_bytes, what="--budget")
+    return parse_bytes(given, total_bytes=store_all_peak_bytes, what="--budget")
 
 
 # -------------------------------------------------------------------------------- plan, max-batch
@@ -227,16 +215,6 @@ def _planning_arguments(command: Any) -> None:
         choices=("measured", "estimated"),
         help="measured runs a few steps (default, but for a card)",
     )
-
-
-def _checked_limit(text: str | None) -> int | str | None:
-    from keras_remat.units import check_memory_limit
-
-    if text is None:
-        return None
-    limit = _limit(text)
-    check_memory_limit(limit)
-    return limit
 
 
 def _model_and_batch(options: argparse.Namespace) -> tuple[Any, Any]:
@@ -264,16 +242,17 @@ def _run_plan(options: argparse.Namespace) -> int:
     from keras_remat.reporting.console import Console
     from keras_remat.solvers import SOLVERS
 
-    check_name("solver", options.solver, SOLVERS)  # before the model is loaded
+    check_name("solver", options.solver, SOLVERS)
     _check_folder(options.output)
-    limit, console = _checked_limit(options.memory_limit), Console(sys.stderr)
+    check_memory_limit(options.memory_limit)  # before the model is loaded
+    console = Console(sys.stderr)
     with console.task("loading the model"):
         model, batch = _model_and_batch(options)
     with console.task("planning"):
         plan = make_plan(
             model,
             batch,
-            limit,
+            options.memory_limit,
             card=options.card,
             solver=options.solver,
             solver_time_limit_s=options.time_limit,
@@ -309,14 +288,15 @@ def _run_max_batch(options: argparse.Namespace) -> int:
     from keras_remat.batch_size.find import find_max_batch_size
     from keras_remat.reporting.console import Console
 
-    limit, console = _checked_limit(options.memory_limit), Console(sys.stderr)
+    check_memory_limit(options.memory_limit)  # before the model is loaded
+    console = Console(sys.stderr)
     with console.task("loading the model"):
         model, batch = _model_and_batch(options)
     with console.task("searching the largest batch that fits"):
         search = find_max_batch_size(
             model,
             batch,
-            limit,
+            options.memory_limit,
             card=options.card,
             max_overhead="forward" if options.max_overhead is None else options.max_overhead,
             profile=options.profile,

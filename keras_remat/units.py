@@ -24,7 +24,7 @@ _UNITS = {
 #: Bytes; see the module. A limit of a device is above it and below ``_TOO_MANY``, which fits no
 #: 64-bit integer.
 LEAST_LIMIT, _TOO_MANY, _LONGEST_NUMBER = 1024, 2**63, 40
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*")
+_SIZE = re.compile(r"\s*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*([A-Za-z]*|%)\s*")
 
 ACCEPTED = 'an int of bytes, a size like "8GiB", "512MiB" or "8GB", or a percentage like "80%"'
 

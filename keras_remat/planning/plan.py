@@ -205,7 +205,7 @@ class Plan:
         if by is not None:
             return Text(summary_text(self._shown_problem, self.solution.schedule, by))
         table = "" if self.problem is None else f"\n\n{self.summary('layer')}"
-        return Text(plan_text(self, top=3) + table)
+        return Text(plan_text(self) + table)
 
     def plot(self, kind: str = "memory") -> Any:
         """Returns a matplotlib figure of the plan.

@@ -65,7 +65,7 @@ font-variant-numeric:tabular-nums}
 .kr th{color:var(--faint);font-weight:normal}.kr tr{border-bottom:1px solid var(--grid)}
 .kr th:first-child,.kr td:first-child,.kr td.text{text-align:left}.kr td.text{white-space:normal}
 .kr td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:8em}
-.kr pre{overflow-x:auto;font-size:.85em}.kr details{margin-top:.6em}.kr summary{cursor:pointer}
+.kr pre{overflow-x:auto;font-size:.85em}
 .kr ol{list-style:none;padding-left:.4em;border-left:3px solid var(--grid)}
 .kr ol li{margin:.5em 0;padding-left:.8em;overflow-wrap:anywhere}.kr ol b{margin-right:.5em}
 @media(max-width:560px){.kr svg text{font-size:23px}.kr h1{font-size:1.25em}
@@ -243,12 +243,9 @@ def _layers(planned: Planned) -> str:
     problem, schedule = planned.problem, planned.solution.schedule
     rows = [summary_cells(row) for row in shown_groups(groups(problem, schedule), "layer")]
     listed = table(("layer", "kept", "recomputed", "saved", "added"), rows)
-    again = recomputed_text(problem, schedule, top=12)
     return (
         "<h2>By layer</h2><p>Kept: what the layer holds when the backward phase "
-        f"begins.</p>{listed}"
-        f"<details><summary>What is recomputed, by kind and op</summary>"
-        f"<pre>{escape_all(again)}</pre></details>"
+        f"begins.</p>{listed}<p>{recomputed_text(problem, schedule).capitalize()}.</p>"
     )
 
 

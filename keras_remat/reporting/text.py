@@ -6,7 +6,6 @@ Every function takes records and returns a string; files and terminals are the c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from importlib import metadata
 
 from keras_remat.core.graph import PHASES, Op, Value
@@ -144,59 +143,22 @@ def _budget_text(problem: Problem, store_all_peak_bytes: int) -> str:
     return text + (", below the floor: infeasible" if budget < problem.floor_bytes else "")
 
 
-def _recomputed(problem: Problem, schedule: Schedule) -> dict[int, int]:
-    """Returns ids of the ops that run again, fetches left out, with the number of extra runs."""
-    count = len(problem.graph.ops)
-    return {op_id: extra for op_id, extra in schedule.recomputed.items() if op_id < count}
-
-
-def _recomputed_by(
-    problem: Problem, schedule: Schedule, key: Callable[[Op], str]
-) -> list[tuple[str, int, float]]:
-    """Returns (group, extra runs, seconds they take), most seconds first."""
-    runs: Counter[str] = Counter()
-    seconds: dict[str, float] = {}
-    for op_id, extra in _recomputed(problem, schedule).items():
-        group = key(problem.graph.ops[op_id])
-        runs[group] += extra
-        seconds[group] = seconds.get(group, 0.0) + extra * problem.profile.op_time_s[op_id]
-    return sorted(
-        ((group, runs[group], seconds[group]) for group in runs),
-        key=lambda row: (-row[2], -row[1], row[0]),
-    )
-
-
-def recomputed_text(problem: Problem, schedule: Schedule, *, top: int = 5) -> str:
-    """Returns what a schedule recomputes: in total, and the most expensive kinds and ops.
+def recomputed_text(problem: Problem, schedule: Schedule) -> str:
+    """Returns what a schedule recomputes in total; fetches are left out.
 
     >>> from keras_remat.core.graph import chain_example
     >>> from keras_remat.core.profile import Profile
     >>> problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
-    >>> print(recomputed_text(problem, Schedule((0, 1, 2, 3, 0, 4))))
-    recomputed 1 of 5 ops, 1 extra run, 1 s
-    by kind
-      a  1 run  1 s
-    by op
-      a  1 run  1 s
+    >>> recomputed_text(problem, Schedule((0, 1, 2, 3, 0, 4)))
+    'recomputed 1 of 5 ops, 1 extra run, 1 s'
     """
-    again = _recomputed(problem, schedule)
+    count, times = len(problem.graph.ops), problem.profile.op_time_s
+    again = {op_id: extra for op_id, extra in schedule.recomputed.items() if op_id < count}
     if not again:
         return "recomputed nothing"
-    by_op = _recomputed_by(problem, schedule, _op)
-    runs = sum(again.values())
-    total = format_seconds(sum(row[2] for row in by_op))
-    lines = [
-        f"recomputed {len(again)} of {len(problem.graph.ops)} ops, "
-        f"{counted(runs, 'extra run')}, {total}"
-    ]
-    groups = {"by op": by_op}
-    if any(op.kind for op in problem.graph.ops):
-        by_kind = _recomputed_by(problem, schedule, lambda op: readable(op.kind) or "(none)")
-        groups = {"by kind": by_kind, **groups}
-    for title, rows in groups.items():
-        cells = [(name, counted(n), format_seconds(s)) for name, n, s in rows[:top]]
-        lines += [title, *table(cells, indent="  ")]
-    return "\n".join(lines)
+    seconds = sum(extra * times[op_id] for op_id, extra in again.items())
+    runs = counted(sum(again.values()), "extra run")
+    return f"recomputed {len(again)} of {count} ops, {runs}, {format_seconds(seconds)}"
 
 
 def status_text(solution: Solution) -> str:
@@ -256,13 +218,8 @@ def percent_over(problem: Problem, seconds: float | None) -> str:
     return f"{100 * (seconds / base_s - 1):.2f}%" if base_s > 0 else "0.00%"
 
 
-def plan_text(plan: Planned, *, top: int = 5) -> str:
-    """Returns the summary of a plan for a terminal.
-
-    Args:
-        plan: with its problem, when what is recomputed shall be listed by kind and op.
-        top: how many kinds and ops to list.
-    """
+def plan_text(plan: Planned) -> str:
+    """Returns the summary of a plan for a terminal."""
     heads = [
         ("solver", status_text(plan.solution)),
         ("budget", format_bytes(plan.budget_bytes)),
@@ -284,7 +241,7 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
         lines.append(f"predicted peak is {_percent(abs(error))} {side} the measured one")
     schedule = plan.solution.schedule
     if plan.problem is not None:
-        lines.append(recomputed_text(plan.problem, schedule, top=top))
+        lines.append(recomputed_text(plan.problem, schedule))
     else:
         count = len(schedule.recomputed)
         lines.append(f"recomputed {counted(count, 'op')}" if count else "recomputed nothing")

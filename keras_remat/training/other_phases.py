@@ -24,6 +24,8 @@ from keras_remat.backends.sample_wise import validates_sample_wise
 from keras_remat.core.graph import FORWARD
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
 from keras_remat.training import tell
 from keras_remat.training.callers import validation_batches_are_told, validation_of_fit
 from keras_remat.training.fit_state import FitState
@@ -39,21 +41,10 @@ def forward_bytes(problem: Problem) -> int:
     Every value is freed after its last forward reader. No op takes over a buffer, so the result is
     on the high side.
     """
-    graph, workspace = problem.graph, problem.profile.op_workspace_bytes
-    ops = [op for op in graph.ops if op.phase == FORWARD]
-    last = {value_id: op.id for op in ops for value_id in (*op.outputs, *op.inputs)}
-    alive = most = 0
-    for op in ops:
-        dying = [v for v in set(op.inputs) if last[v] == op.id and _is_computed(problem, v)]
-        written = sum(graph.values[v].nbytes for v in op.outputs)
-        most = max(most, alive + written + workspace[op.id])
-        unread = [v for v in op.outputs if last[v] == op.id]
-        alive += written - sum(graph.values[v].nbytes for v in (*dying, *unread))
-    return most
-
-
-def _is_computed(problem: Problem, value_id: int) -> bool:
-    return problem.graph.values[value_id].producer is not None
+    ops = tuple(replace(op, may_reuse=()) for op in problem.graph.ops)
+    apart = replace(problem, graph=replace(problem.graph, ops=ops))
+    forward = Schedule(tuple(op.id for op in ops if op.phase == FORWARD))
+    return simulate(apart, forward).peak_bytes - problem.profile.resident_bytes
 
 
 @dataclass(frozen=True)
