@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch_models as models
 from keras import layers, ops
+from torch.utils.checkpoint import checkpoint
 from torch_models import LABELS, TOKENS, X
 
 MASKED = np.where(np.arange(9) < 6, TOKENS, 0).astype("int32")
@@ -87,6 +88,41 @@ def _counted(x):
     return x + ops.cast(ops.shape(ops.nonzero(x > 0.5)[0])[0], "float32")
 
 
+def _drops_in_a_checkpoint(x, *, is_reentrant):
+    """What is computed again must drop what was dropped at first."""
+
+    def dropped(x):
+        return torch.tanh(torch.nn.functional.dropout(x, 0.4))
+
+    return checkpoint(dropped, x, use_reentrant=is_reentrant)
+
+
+def _forked(x):
+    with torch.random.fork_rng(devices=[]):
+        before = x + torch.rand_like(x)
+    return before * torch.rand_like(x)  # of the same numbers
+
+
+@torch.library.custom_op("keras_remat_tests::noise", mutates_args=())
+def _noise(x: torch.Tensor) -> torch.Tensor:
+    """Draws, and has no tag that says so."""
+    return torch.rand_like(x)
+
+
+_noise.register_fake(torch.empty_like)
+
+
+def _solved(x):
+    if x.device.type == "meta":
+        return x
+    with torch.profiler.record_function("solved"):
+        return torch.linalg.solve(x.T @ x + torch.eye(16), x.T).T
+
+
+def _rectified(x):
+    return torch.nn.functional.rrelu(x - 0.5, training=True)
+
+
 def weighted():
     """A batch with weights of its samples."""
     keras.utils.set_random_seed(0)
@@ -112,7 +148,8 @@ def rematerialized():
 
     def build():
         with keras.RematScope(mode="full"):
-            inner = [layers.Dense(16, "relu"), layers.Dense(16, "gelu"), layers.Dense(3, "softmax")]
+            inner = [layers.Dense(16, "relu"), layers.Dropout(0.3), layers.Dense(16, "gelu")]
+            inner.append(layers.Dense(3, "softmax"))
             return keras.Sequential([keras.Input((12,)), *inner])
 
     return _compiled(build, (X, LABELS))()
@@ -213,6 +250,12 @@ EQUAL = {
     "largest": of(lambda x: ops.top_k(x, 5)[0]),
     "own gradient": of(_own_gradient),
     "updated slices": of(_updated),
+    "checkpointed": of(functools.partial(_drops_in_a_checkpoint, is_reentrant=False)),
+    "checkpointed inside": of(functools.partial(_drops_in_a_checkpoint, is_reentrant=True)),
+    "forked": of(_forked),
+    "noise of one's own": of(lambda x: torch.tanh(x * _noise(x.detach()))),
+    "solved": of(_solved),
+    "rectified at random": of(_rectified),
     "mapped": of(lambda x: x + ops.vectorized_map(lambda row: 2 * row, x)),
     "chosen kernel": flash,
     "rematerialized": rematerialized,

@@ -77,6 +77,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors with memory that a tensor consists of: itself, but for a sparse one."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else []
+
+
 def share_hooks(tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
     """Gives a weight's stand-in the hooks that autograd calls with the weight's gradient."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -191,7 +198,8 @@ def python_of(expression: Any) -> str:
 
 
 @contextmanager
-def _patched(owner: Any, name: str, new: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Gives an attribute another value inside."""
     old = getattr(owner, name)
     setattr(owner, name, new)
     try:
@@ -285,9 +293,9 @@ def recordable(seeds: Seeds, cond: Callable[..., Any]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_own_tracebacks())
-        stack.enter_context(_patched(keras_random, "torch_seed_generator", seeds.generator))
-        stack.enter_context(_patched(keras_core, "cond", cond))
-        stack.enter_context(_patched(torch_nadam, "core", _NadamCore()))
+        stack.enter_context(patched(keras_random, "torch_seed_generator", seeds.generator))
+        stack.enter_context(patched(keras_core, "cond", cond))
+        stack.enter_context(patched(torch_nadam, "core", _NadamCore()))
         yield
 
 

@@ -6,14 +6,15 @@
   where the old one dies, the write happens in place, else in a copy.
 * A write to what outlives the step is an effect: it stays in place, runs once, and comes after all
   readers of what was there before. So optimizer slots are never copied, and what is recomputed
-  precedes the update.
+  precedes the update. A check that returns nothing is an effect, too.
 * Memory that is made and then filled (``empty``, then ``copy_``) is one node. A copy of a whole
   dense tensor into such memory is the tensor itself: autograd makes one for every weight under a
   recorder, and none without. So is a copy of a copy that lies as the tensor does: Keras's
   convolutions copy every image to channels first, and back.
 * A call over lists of all weights is several nodes (:mod:`.updates`).
 * The state of PyTorch's own generator is a value that goes from draw to draw: drawing is pure in
-  any order. What it is left in is set once all draws were made.
+  any order. What it is left in is set once all draws were made. Where a step puts back a state that
+  it took down, draws go on from that value.
 
 One file, though long: every rule reads and writes the same tables of storages and values.
 """
@@ -55,6 +56,9 @@ _OF_STATISTICS = names("cudnn_batch_norm miopen_batch_norm")
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 #: What the CUDA allocator rounds every request up to.
 CUDA_GRANULE = 512
+
+#: Namespaces of the operators whose tags say whether they draw.
+_OF_PYTORCH = {"aten", "prims", "torchvision", "torchaudio"}
 
 PURE, WRITE, EFFECT = "pure", "write", "effect"
 GET_STATE, SET_STATE = "get_rng_state", "set_rng_state"
@@ -151,6 +155,9 @@ class Program:
         self._readers: dict[int, set[int]] = {}  # storage outside → nodes, since the last write
         self._writer: dict[int, int] = {}  # storage outside → node that wrote it last
         self._state: dict[str, int] = {}  # kind of device → value of its generator's state
+        self._first_state: dict[str, int] = {}
+        self._taken_down: dict[tuple[str, int], int | None] = {}  # kind, mark → value, if any then
+        self._moves = list(reversed(recording.moves))
         self._base: dict[int, int] = {}  # value → number of a tensor that is all of it
         written = {self.layouts[n].storage for call in recording.calls for n in call.writes}
         for number in (*recording.inputs, *tuple(recording.constants)):
@@ -163,8 +170,10 @@ class Program:
                 self._current[storage] = self._new_value(number, None)
                 self.sources[self._current[storage]] = number
         for call in recording.calls:
+            self._move_states(call.at)
             for part in chunks(call, self.layouts, recording.storage_bytes):
                 self._take(part)
+        self._move_states(len(recording.calls))
         for kind, state in self._state.items():
             draws = {n.id for n in self.nodes if n.state is not None and n.device == kind}
             self._add(kind=SET_STATE, phase=UPDATE, inputs=(state,), after=draws, device=kind)
@@ -378,6 +387,11 @@ class Program:
         effect = bool(call.writes) and self._storage(call.writes[0]) in self._outside
         if any((self._storage(n) in self._outside) is not effect for n in call.writes):
             raise _refusal(call, "writes variables and temporary tensors at once")
+        known = {self._storage(n) for n in call.reads}
+        made = {self._storage(n) for n in call.outputs if n is not None}
+        if call.writes and made - known:
+            raise _refusal(call, "writes a tensor that it is given and returns another one")
+        effect |= not call.writes and not made and bool(known)  # a check
         state = self._state_for(call)  # may add a node
         kind = EFFECT if effect else WRITE if call.writes else PURE
         node = self._add(kind=kind, call=call, phase=call.phase)
@@ -466,6 +480,17 @@ class Program:
             copied = call.args[0].number
             self._copied[self._current[storage]] = copied, node.reads[copied]
 
+    def _move_states(self, at: int) -> None:
+        """Takes states of generators down, and puts them back, as was done before a call."""
+        while self._moves and self._moves[-1].at <= at:
+            move = self._moves.pop()
+            kind, key = move.device, (move.device, move.mark)
+            if not move.is_back:
+                self._taken_down[key] = self._state.get(kind)
+            elif kind in self._state:
+                before = self._taken_down[key]
+                self._state[kind] = self._first_state[kind] if before is None else before
+
     def _state_for(self, call: Call) -> tuple[str, int] | None:
         """Returns the kind of device whose hidden generator a call draws from, and the value of
         its state before; ``None`` where it draws from none."""
@@ -475,14 +500,17 @@ class Program:
         kind = self.layouts[numbers[0]].device.type
         if kind not in self._state:
             node = self._add(kind=GET_STATE, phase=call.phase, device=kind)
-            self._state[kind] = self._new_state(kind, node.id)
+            self._state[kind] = self._first_state[kind] = self._new_state(kind, node.id)
             number = self.stored[self._state[kind]].number
             node.outputs.append((number, self._state[kind]))
         return kind, self._state[kind]
 
 
 def _draws(call: Call) -> bool:
-    """Returns whether a call draws from a hidden generator; attention without dropout does not."""
+    """Returns whether a call draws from a hidden generator; attention without dropout does not, and
+    of an operator of a user's own nobody knows."""
+    if call.operator.namespace not in _OF_PYTORCH:
+        return any(number is not None for number in (*call.outputs, *call.writes))
     if torch.Tag.nondeterministic_seeded not in call.operator.tags:
         return False
     leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)

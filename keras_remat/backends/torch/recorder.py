@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from keras_remat.backends.torch import private
 from keras_remat.backends.torch.constants import Constants
+from keras_remat.backends.torch.generator_states import Move
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.errors import UnsupportedModelError
 
@@ -147,6 +148,7 @@ class Recording:
         made: numbers of those constants that the step would make anew every time.
         freed: storage → how many calls were made before it was freed.
         born: storage → the call that made it; those of inputs and constants are not in it.
+        moves: where states of PyTorch's generator are taken down and put back.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -157,6 +159,7 @@ class Recording:
     made: set[int] = field(default_factory=set)
     freed: dict[int, int] = field(default_factory=dict)
     born: dict[int, int] = field(default_factory=dict)
+    moves: list[Move] = field(default_factory=list)
 
     def plain_bytes(self, device: torch.device) -> list[int]:
         """Returns the bytes that Keras's own step has alive on a device at every call, beside what
@@ -256,6 +259,11 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         return number
 
     def _new(self, tensor: torch.Tensor, *, born: bool) -> int:
+        if tensor.layout != torch.strided:
+            raise UnsupportedModelError(
+                f"The step makes a tensor of layout {tensor.layout}, whose parts no plan knows. An "
+                "Embedding must not be made with sparse=True."
+            )
         number = len(self.recording.layouts)
         if private.is_fake(tensor):
             setattr(tensor, _NUMBER, number)
@@ -296,7 +304,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
+        if func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
         if func is aten.native_batch_norm_backward.default and args[7]:
             args = (*args[:3], None, None, *args[5:])  # moving statistics, not read in training
@@ -304,6 +312,11 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             self.write_late([t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
         if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
             return self._normalized(types, args)
+        if func is aten.rrelu_with_noise.default:  # writes what it drew, and returns another tensor
+            functional = aten.rrelu_with_noise_functional.default
+            result, noise = self.__torch_dispatch__(functional, types, args, kwargs)
+            self.__torch_dispatch__(aten.copy_.default, (), (args[1], noise))
+            return result
         if func is aten.equal.default:
             raise UnsupportedModelError(
                 "The step asks in Python whether two tensors are equal. Use keras.ops.where."

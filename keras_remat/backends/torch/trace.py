@@ -32,7 +32,7 @@ from keras_remat.backends.base import TracedStep
 from keras_remat.backends.batches import check_dense, leaves_of
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.micro_batches import watched_micro_batches
-from keras_remat.backends.torch import convolutions, in_place, private
+from keras_remat.backends.torch import convolutions, generator_states, in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
 from keras_remat.backends.torch.program import Node, Program
@@ -136,6 +136,11 @@ def check_supported(model: Any) -> None:
             'keras.config.set_dtype_policy("mixed_bfloat16"), or autocast in the model\'s call.'
         )
     for module in private.modules(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                "A part of the model is TorchScript, whose parameters nothing can stand in for. "
+                "Use the module that it was made of."
+            )
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise UnsupportedModelError(
                 "A part of the model is wrapped in DistributedDataParallel. On PyTorch only the "
@@ -285,6 +290,7 @@ def _recorded(
     with (
         places.replaced(stand_ins),
         private.recordable(seeds, Branches(recorder).cond),
+        generator_states.recorded(recorder),
         torch.enable_grad(),
         recorder.fake_mode,
         recorder,
@@ -379,13 +385,6 @@ def _explained() -> Iterator[None]:
             f"from values{_line_of(error)}. Such a step is another one for every batch. Use "
             "keras.ops.where or keras.ops.cond."
         ) from error
-    except RuntimeError as error:
-        if not any(text in str(error) for text in private.OF_TWO_DEVICES):
-            raise
-        raise UnsupportedModelError(
-            f"The step joins tensors of two devices{_line_of(error)}, and Keras trains on "
-            f"{private.device()}. Build all layers, and make all tensors, on that device."
-        ) from error
     except UnsupportedModelError as error:
         line = _line_of(error)
         if not line or line in str(error):
@@ -393,6 +392,17 @@ def _explained() -> Iterator[None]:
         text = str(error)
         raise UnsupportedModelError(
             f"{text[:-1] if text.endswith('.') else text}{line}."
+        ) from error
+    except Exception as error:
+        if any(text in str(error) for text in private.OF_TWO_DEVICES):
+            raise UnsupportedModelError(
+                f"The step joins tensors of two devices{_line_of(error)}, and Keras trains on "
+                f"{private.device()}. Build all layers, and make all tensors, on that device."
+            ) from error
+        what = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+        raise UnsupportedModelError(
+            "The step cannot be recorded on tensors without memory"
+            f"{_line_of(error)}. {type(error).__name__}: {what}."
         ) from error
 
 

@@ -240,8 +240,11 @@ def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, i
     watches = []
     for place in places_of(model).own:
         gradient = place.tensor.grad if place.tensor.is_leaf else None
-        if gradient is not None and gradient.device.type == device.type:
-            storage = gradient.untyped_storage()
+        parts = [] if gradient is None else private.parts_of(gradient)
+        for part in parts:
+            if part.device.type != device.type:
+                continue
+            storage = part.untyped_storage()
             nbytes = int(storage.nbytes())
 
             def note(_: Any, nbytes: int = nbytes) -> None:
@@ -263,7 +266,8 @@ def _storage_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device)
     storages = {}
     for tensor in tensors:
         if tensor is not None and tensor.device.type == device.type:
-            storages[private.storage_key(tensor)] = int(tensor.untyped_storage().nbytes())
+            for part in private.parts_of(tensor):
+                storages[private.storage_key(part)] = int(part.untyped_storage().nbytes())
     return sum(storages.values())
 
 
@@ -285,9 +289,9 @@ def snapshot(model: Any, written: Iterable[torch.Tensor] = ()) -> Callable[[], N
         with torch.no_grad():
             for place, copy in kept:
                 place.tensor.grad = None
-                place.tensor.copy_(copy)
+                _once(place.tensor).copy_(copy)
             for tensor, copy in beside:
-                tensor.copy_(copy)
+                _once(tensor).copy_(copy)
         torch.set_rng_state(on_cpu)
         if on_gpu is not None:
             torch.cuda.set_rng_state(on_gpu)
@@ -295,8 +299,18 @@ def snapshot(model: Any, written: Iterable[torch.Tensor] = ()) -> Callable[[], N
     return put_back
 
 
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor without the axes along which it repeats the same memory: a buffer may be
+    expanded."""
+    for axis, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(axis, 0, min(1, tensor.shape[axis]))
+    return tensor
+
+
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy of a tensor in memory of NumPy's."""
+    tensor = _once(tensor)
     memory = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
     copy = torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor.detach())

