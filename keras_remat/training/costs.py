@@ -27,8 +27,8 @@ from keras_remat.training.shape_state import Costs, PriorPlans
 #: predictions were up to 6 % too low on networks of the zoo (benchmarks/zoo.py).
 ROOM = 1.1
 #: How much more activation bytes than predicted plain steps may take that run their ops in no
-#: order. The highest of 16 takes 0.98 to 1.45 times as much, on four models and two allocators
-#: (benchmarks/allocators.py): more room would leave fewer steps plain, the fastest ones on a CPU.
+#: order. The highest of 16 takes 0.82 to 1.38 times as much, on six models and two allocators
+#: (benchmarks/results/ablation.md): more room would leave fewer steps plain, the fastest on a CPU.
 _PLAIN_ROOM = 1.25
 #: Share of a step's bytes below which what a peak leaves out may as well be an error of prediction:
 #: of the zoo's predictions, 29 of 30 are within 5 % (benchmarks/results/zoo.md).

@@ -13,13 +13,9 @@ from keras_remat.backends.base import TracedStep
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.executor import Executor, workers
-from keras_remat.backends.tensorflow.graph.nodes import node_of
 from keras_remat.backends.tensorflow.graph.run_alone import compiled_scratch_bytes
-from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.core.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -116,39 +112,19 @@ class TensorFlowStep(TracedStep):
         exchanged = (op for op in self.graph.ops if op.kind == "CollectiveReduceV2")
         return 2 * sum(self.graph.values[at].nbytes for op in exchanged for at in op.outputs)
 
-    @cached_property
-    def plain_order(self) -> Schedule:
-        """Returns the order that Keras's own step begins its ops in, where one runs at a time."""
-        return Schedule(self._executor.order())
-
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
-        """Returns what Keras's own step is predicted to need: an upper estimate where several ops
-        run at once, whose surplus is counted without the allocator's."""
+        """Returns what Keras's own step is predicted to need, with its ops as they were traced.
+
+        It runs an op as soon as all that it waits for has run, on a CPU several at once, and takes
+        another peak from run to run. To simulate that predicted no better
+        (``benchmarks/results/ablation.md``).
+        """
         if self.whole is not None:
             return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
-        profile = problem.profile
-        peak_bytes = memory.plain_step_peak_bytes(problem, self.plain_order)
-        activations = peak_bytes - profile.resident_bytes
-        at_once = 1 if device.on_gpu() else workers(len(self.replicas))
-        if at_once > 1:
-            one = simulate(problem, self.plain_order).peak_bytes - profile.resident_bytes
-            several = self._executor.activation_bytes(profile, at_once)
-            activations = round(activations * max(1.0, several / max(1, one)))
-        needed = max(activations, self.plain_least_bytes) + self.plain_surplus_bytes
-        return profile.resident_bytes + needed
-
-    @cached_property
-    def _executor(self) -> Executor:
-        """Returns the executor, which waits for control edges, too. Those that the gradients of
-        some ops have, so that they do not run before their gradient comes, are no ``after`` of our
-        ops, because they would forbid orders."""
-        waits = {
-            name: [before for before in map(node_of, node.input) if before in self.nodes]
-            for name, node in self.nodes.items()
-        }
-        for op in self.graph.ops:
-            waits[op.name] += [self.graph.ops[before].name for before in op.after]
-        return Executor(graph=self.graph, waits=waits, op_id=self.op_id)
+        resident_bytes = problem.profile.resident_bytes
+        peak_bytes = memory.plain_step_peak_bytes(problem, Schedule.store_all(self.graph))
+        needed = max(peak_bytes - resident_bytes, self.plain_least_bytes)
+        return resident_bytes + needed + self.plain_surplus_bytes
 
     @cached_property
     def compiled_scratch_bytes(self) -> dict[str, int]:
