@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from keras_remat.backends import keras_private
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.errors import UnsupportedModelError, without_inner_frames
 
 
 class Caller(Enum):
@@ -81,6 +81,11 @@ class Installed(ABC):
         self._model, self._runner = model, runner
         self.original: Any = original_of(model.train_function)
         model.train_function = self
+
+    @without_inner_frames
+    def __call__(self, iterator: Any) -> Any:
+        caller = self._caller(iterator)
+        return self.original(iterator) if caller is None else self._trained(iterator, caller)
 
     #: What is raised where the data has ended: no reason to give the original back.
     end_of_data: tuple[type[Exception], ...] = (StopIteration,)

@@ -115,6 +115,16 @@ def replaced_machinery(model: Any, function: Any) -> str | None:
     return None if is_kerass else "a train_function that was set by hand"
 
 
+def call_for_training(model: Any, x: Any) -> Any:
+    """Returns a model's predictions, as its own ``train_step`` makes them."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def track_loss(model: Any, loss: Any, samples: int) -> None:
+    """Takes the loss of some samples into the mean that the logs tell."""
+    model._loss_tracker.update_state(loss, sample_weight=samples)
+
+
 def trainable_flags(model: Any) -> dict[str, bool]:
     """Returns of every layer of a model, by its path, whether it is trainable."""
     return {layer.path: bool(layer.trainable) for layer in layers(model)}

@@ -42,7 +42,9 @@ class InstalledTrainFunction(Installed):
         self._device = device
 
     @without_inner_frames
-    def __call__(self, state: private.State, iterator: Any) -> tuple[Any, private.State]:
+    def __call__(  # type: ignore[override]  # on JAX Keras's own is called with the state, too
+        self, state: private.State, iterator: Any
+    ) -> tuple[Any, private.State]:
         caller = self._caller(iterator)
         if caller is None:
             result: tuple[Any, private.State] = self.original(state, iterator)

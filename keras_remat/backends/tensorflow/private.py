@@ -401,16 +401,6 @@ def variable_of(handle: Any) -> Any:
     )
 
 
-def call_for_training(model: Any, x: Any) -> Any:
-    """Returns the model's output in training mode, as Keras's ``train_step`` asks for it."""
-    return model(x, training=True) if model._call_has_training_arg else model(x)
-
-
-def track_loss(model: Any, loss: Any, samples: int) -> None:
-    """Adds a batch's loss to what the ``loss`` metric is the mean of."""
-    model._loss_tracker.update_state(loss, sample_weight=samples)
-
-
 @contextmanager
 def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
     """Lets what is tracked of every output's loss count once for a step, or as ``share`` of one.

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from keras_remat.backends.installed import Caller, Installed
 from keras_remat.backends.tensorflow import private
-from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(Installed):
@@ -37,11 +36,6 @@ class InstalledTrainFunction(Installed):
         specs = tf.nest.flatten(self._promised)
         shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
         return any(shape.rank and shape[0] is None for shape in shapes)
-
-    @without_inner_frames
-    def __call__(self, iterator: Any) -> Any:
-        caller = self._caller(iterator)
-        return self.original(iterator) if caller is None else self._trained(iterator, caller)
 
     def _caller(self, iterator: Any) -> Caller | None:
         caller = super()._caller(iterator)

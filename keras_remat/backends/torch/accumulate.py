@@ -13,12 +13,12 @@ from typing import Any
 import keras
 import torch
 
+from keras_remat.backends.keras_private import call_for_training, track_loss
 from keras_remat.backends.micro_batches import (
     check_can_be_split,
     check_no_masks,
     micro_batches_of,
 )
-from keras_remat.backends.torch import private
 
 
 def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
@@ -36,12 +36,12 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
         model.zero_grad()
         for micro_batch, samples, share in micro_batches:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(micro_batch)
-            predicted = private.call_for_training(model, x)
+            predicted = call_for_training(model, x)
             check_no_masks(predicted)
             loss = model.compute_loss(
                 x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
             )
-            private.track_loss(model, loss, samples)
+            track_loss(model, loss, samples)
             scaled = loss * share
             if model.trainable_weights:
                 model.optimizer.scale_loss(scaled).backward()

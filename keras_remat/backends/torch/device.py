@@ -243,20 +243,14 @@ class CudaDevice(Device):
         return int(torch.cuda.memory_allocated(self._index))
 
     def peak_bytes(self) -> int:
-        """Returns the most bytes in use since a measurement began."""
+        """Returns the most bytes in use since a measurement, or a watch, began, whatever ran."""
         return int(torch.cuda.max_memory_allocated(self._index))
+
+    watched_peak_bytes = phase_peak_bytes = peak_bytes
 
     def begin_watch(self) -> None:
         """Resets the allocator's peak."""
         torch.cuda.reset_peak_memory_stats(self._index)
-
-    def watched_peak_bytes(self) -> int:
-        """Returns the most bytes in use since then."""
-        return self.peak_bytes()
-
-    def phase_peak_bytes(self) -> int:
-        """Returns the same: the allocator counts whatever runs."""
-        return self.peak_bytes()
 
     def total_bytes(self) -> int:
         """Returns what the allocator may hand out: what it has, what is free on the card, and no

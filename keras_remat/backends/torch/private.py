@@ -325,16 +325,6 @@ def set_value(variable: Any, tensor: torch.Tensor) -> None:
     variable._value = tensor
 
 
-def call_for_training(model: Any, x: Any) -> Any:
-    """Returns a model's predictions, as its own ``train_step`` makes them."""
-    return model(x, training=True) if model._call_has_training_arg else model(x)
-
-
-def track_loss(model: Any, loss: Any, samples: int) -> None:
-    """Takes the loss of some samples into the mean that the logs tell."""
-    model._loss_tracker.update_state(loss, sample_weight=samples)
-
-
 def modules(model: Any) -> list[torch.nn.Module]:
     """Returns all torch modules of a model: those of its layers, which a functional model does not
     register, too."""

@@ -12,7 +12,6 @@ import torch
 
 from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.torch.device import Device, shapes_of
-from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(Installed):
@@ -26,11 +25,6 @@ class InstalledTrainFunction(Installed):
     def __init__(self, model: Any, runner: StepRunner, device: Device):
         super().__init__(model, runner)
         self._device = device
-
-    @without_inner_frames
-    def __call__(self, iterator: Any) -> Any:
-        caller = self._caller(iterator)
-        return self.original(iterator) if caller is None else self._trained(iterator, caller)
 
     def synchronize(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():

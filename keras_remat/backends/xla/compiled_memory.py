@@ -19,12 +19,11 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 
-from keras_remat.backends.memory import Calibration
-from keras_remat.backends.xla.packing import packed_bytes, with_fewer_gaps
+from keras_remat.backends.memory import Calibration, MemoryModel
+from keras_remat.backends.xla.packing import alive_bytes, packed_bytes, with_fewer_gaps
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import is_sliced
 
 FIRST_RATIO, GPU_FIRST_RATIO = 1.15, 1.02
@@ -70,7 +69,7 @@ class _Known:
         return self.is_least or room is None or self.added_bytes <= room
 
 
-class CompiledMemory:
+class CompiledMemory(MemoryModel):
     """Predicts the peak of compiled steps; see :class:`~keras_remat.backends.memory.MemoryModel`.
 
     Args:
@@ -82,9 +81,6 @@ class CompiledMemory:
         chunk_bytes: tells what the device's allocator hands out now for what a compiled step asks
             for, where that is one request.
     """
-
-    order_matters = restores_after_plain = False
-    smallest_bytes = 0
 
     def __init__(
         self,
@@ -98,7 +94,7 @@ class CompiledMemory:
         self._compile_bytes, self.rewrites = compile_bytes, rewrites
         self._compiled_time_s, self._chunk_bytes = compiled_time_s, chunk_bytes
         self._first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
-        self._simulated = packed_bytes if on_gpu else _alive_bytes
+        self._simulated = packed_bytes if on_gpu else alive_bytes
         self._known: dict[_Key, _Known] = {}
         # key → simulated bytes, those of store-all, and those it takes
         self._points: dict[_Key, tuple[int, int, int]] = {}
@@ -119,10 +115,6 @@ class CompiledMemory:
             simulated, most = self._simulated(problem, schedule), self._most(problem)
             added = self._calibration(plain=plain).predict(simulated, most)
         return problem.profile.resident_bytes + added
-
-    def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns the same: the order does not matter."""
-        return self.peak_bytes(problem, schedule)
 
     def with_fewer_gaps(
         self, problem: Problem, schedule: Schedule, deadline_s: float
@@ -215,7 +207,3 @@ class CompiledMemory:
 
 def _key(problem: Problem, schedule: Schedule | None) -> _Key:
     return problem.graph.fingerprint, None if schedule is None else schedule.order
-
-
-def _alive_bytes(problem: Problem, schedule: Schedule) -> int:
-    return simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes

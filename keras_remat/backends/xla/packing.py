@@ -94,11 +94,12 @@ def buffers_of(problem: Problem, schedule: Schedule, least_bytes: float = 1) -> 
 
 def packed_bytes(problem: Problem, schedule: Schedule) -> int:
     """Returns what XLA's heap takes for a schedule, beside the resident bytes."""
-    alive = _alive_bytes(problem, schedule)
+    alive = alive_bytes(problem, schedule)
     return max(alive, heap_bytes(buffers_of(problem, schedule, max(1, PLACED_SHARE * alive))))
 
 
-def _alive_bytes(problem: Problem, schedule: Schedule) -> int:
+def alive_bytes(problem: Problem, schedule: Schedule) -> int:
+    """Returns the most bytes alive beside the resident ones."""
     return simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
 
 
@@ -111,7 +112,7 @@ def with_fewer_gaps(problem: Problem, schedule: Schedule, deadline_s: float) -> 
     an eighth is not placed for that.
     """
     packed = packed_bytes(problem, schedule)
-    gaps = packed - _alive_bytes(problem, schedule)
+    gaps = packed - alive_bytes(problem, schedule)
     if gaps < LEAST_GAPS * packed:
         return None
 

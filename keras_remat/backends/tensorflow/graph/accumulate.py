@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_remat.backends import keras_private
+from keras_remat.backends.keras_private import call_for_training, track_loss
 from keras_remat.backends.micro_batches import (
     SEPARATION,
     check_can_be_split,
@@ -62,13 +63,13 @@ def accumulated_train_step(
                     micro_batch = _waiting(micro_batch, gradients)
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(micro_batch)
             with tf.GradientTape() as tape:
-                predicted = private.call_for_training(model, x)
+                predicted = call_for_training(model, x)
                 check_no_masks(predicted)
                 with private.losses_counted_as(model, share):
                     loss = model.compute_loss(
                         x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
                     )
-                private.track_loss(model, loss, samples)
+                track_loss(model, loss, samples)
                 scaled = model.optimizer.scale_loss(loss * share)
             new = tape.gradient(scaled, model.trainable_weights)
             gradients = (

@@ -25,7 +25,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.kernel_scratch import own_scratch_bytes, runs_own_kernels
 from keras_remat.backends.tensorflow.graph.lists import WRITES, elements_of
-from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, shape_of, tensor_key
 from keras_remat.backends.tensorflow.memory.best_fit import rounded
 
 #: Attributes that name the bodies of a loop or branch; a loop's condition holds next to nothing.
@@ -263,12 +263,8 @@ def _scratch_bytes(op: Any) -> int:
     """Returns what the kernel of an operation asks for, where that is known by shapes."""
     if not op.outputs or not runs_own_kernels():
         return 0
-    operands, result = [_shape_of(tensor) for tensor in op.inputs], op.outputs[0]
-    return own_scratch_bytes(op.node_def, operands, _shape_of(result), int(result.dtype.size or 0))
-
-
-def _shape_of(tensor: Any) -> tuple[int, ...] | None:
-    return tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
+    operands, result = [shape_of(tensor) for tensor in op.inputs], op.outputs[0]
+    return own_scratch_bytes(op.node_def, operands, shape_of(result), int(result.dtype.size or 0))
 
 
 def _called(node: Any) -> Iterator[str]:

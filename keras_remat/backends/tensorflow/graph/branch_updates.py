@@ -23,6 +23,7 @@ from keras_remat.backends.tensorflow.graph.nodes import (
     called_functions,
     control_inputs,
     data_inputs,
+    node_of,
 )
 
 
@@ -56,7 +57,7 @@ def _order(function: Any) -> bool:
     for group in groups:
         own = {node.name for node in group if node.op != "Const"}
         for node in group:
-            sources = {_name(i) for i in node.input}
+            sources = {node_of(i) for i in node.input}
             waits = before is not None and node.name in own and before.name not in sources
             if waits and sources.isdisjoint(own):
                 node.input.append(f"^{before.name}")
@@ -75,7 +76,7 @@ def _pass_joins_by(function: Any, nodes: dict[str, Any]) -> None:
 
     def source(tensor: str) -> tuple[str, list[str]]:
         controls: list[str] = []
-        while (join := nodes.get(_name(tensor))) is not None and join.op == "IdentityN":
+        while (join := nodes.get(node_of(tensor))) is not None and join.op == "IdentityN":
             controls += (i for i in join.input if i.startswith("^"))
             tensor = join.input[int(tensor.rpartition(":")[2])]
         return tensor, controls
@@ -92,7 +93,7 @@ def _pass_joins_by(function: Any, nodes: dict[str, Any]) -> None:
             node.input.extend(inputs)
     for result, tensor in list(function.ret.items()):
         function.ret[result] = source(tensor)[0]
-    waited_for = {_name(i) for node in nodes.values() for i in node.input}
+    waited_for = {node_of(i) for node in nodes.values() for i in node.input}
     waited_for |= set(function.control_ret.values())
     for name in [n for n, node in nodes.items() if node.op == "IdentityN"]:
         if name not in waited_for:  # it would hold what it reads until all of that is there
@@ -107,7 +108,7 @@ def _by_gradient(function: Any, nodes: Mapping[str, Any]) -> list[str]:
         for at, argument in enumerate(function.signature.input_arg)
         if argument.type != tf.resource.as_datatype_enum
     }
-    sources = {name: [*map(_name, node.input)] for name, node in nodes.items()}
+    sources = {name: [*map(node_of, node.input)] for name, node in nodes.items()}
     for name in TopologicalSorter(sources).static_order():
         behind = (bits.get(source, 0) for source in sources.get(name, ()))
         bits[name] = reduce(or_, behind, bits.get(name, 0))
@@ -126,7 +127,7 @@ def _groups(function: Any, nodes: Mapping[str, Any]) -> Iterator[list[Any]]:
             name = waiting[-1]
             missing = [
                 source
-                for source in map(_name, nodes[name].input)
+                for source in map(node_of, nodes[name].input)
                 if source in nodes and source not in placed
             ]
             if missing:
@@ -139,8 +140,3 @@ def _groups(function: Any, nodes: Mapping[str, Any]) -> Iterator[list[Any]]:
                 if has_effect(nodes[name].op):
                     yield group
                     group = []
-
-
-def _name(tensor: str) -> str:
-    """Returns the node of an input in a function, which is called ``node:output:index``."""
-    return tensor.removeprefix("^").partition(":")[0]

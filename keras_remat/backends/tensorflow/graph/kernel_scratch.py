@@ -27,7 +27,7 @@ from keras_remat.backends.host import cores
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.eigen_cache import MOST_PATCHES, third_cache_bytes
-from keras_remat.backends.tensorflow.graph.nodes import called_functions
+from keras_remat.backends.tensorflow.graph.nodes import called_functions, node_of
 from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.units import KIB, MIB
 
@@ -141,7 +141,7 @@ def _order(function: Any) -> bool:
     nodes = {node.name: node for node in function.node_def}
     if sum(node.op in _GATHERING for node in nodes.values()) < 2:
         return False
-    sources = {name: [_name(i) for i in node.input] for name, node in nodes.items()}
+    sources = {name: [node_of(i) for i in node.input] for name, node in nodes.items()}
     order = [nodes[n] for n in TopologicalSorter(sources).static_order() if n in nodes]
     gathering = [node for node in order if node.op in _GATHERING]
     for before, node in pairwise(gathering):
@@ -161,8 +161,3 @@ def gathering_functions(library: Any) -> frozenset[str]:
         for function in functions
         if any(node.op in _GATHERING for node in function.node_def)
     )
-
-
-def _name(tensor: str) -> str:
-    """Returns the node of an input in a function, which is called ``node:output:index``."""
-    return tensor.removeprefix("^").partition(":")[0]

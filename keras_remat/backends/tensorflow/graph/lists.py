@@ -198,13 +198,13 @@ class _Body:
 
     def _is_set(self, at: int) -> bool:
         """Orders what is pushed before what is set: an accumulator lives longer."""
-        node = self._nodes.get(_name(self._origin(self._returned[at])))
+        node = self._nodes.get(node_of(self._origin(self._returned[at])))
         return node is not None and node.op == "TensorListSetItem"
 
     def _element(self, at: int) -> str | None:
         """Returns the name of the tensor that an iteration adds to a list; ``None`` where it adds
         none, or one that was there before."""
-        node = self._nodes.get(_name(self._origin(self._returned[at])))
+        node = self._nodes.get(node_of(self._origin(self._returned[at])))
         if node is None or node.op == "TensorListPopBack":
             return None
         if node.op not in WRITES:
@@ -212,22 +212,17 @@ class _Body:
         element = self._origin(node.input[1 if node.op == "TensorListPushBack" else 2])
         if element in self._arguments:  # what the iteration before has returned
             element = self._origin(self._returned[self._arguments[element]])
-        made = self._nodes.get(_name(element))
+        made = self._nodes.get(node_of(element))
         is_shared = made is None or made.op in kinds.VARIABLE_READS | {"Const", "TensorListGetItem"}
         return None if is_shared else element
 
     def _origin(self, tensor: str) -> str:
         """Returns the tensor whose buffer a tensor shares."""
-        node = self._nodes.get(_name(tensor))
+        node = self._nodes.get(node_of(tensor))
         while node is not None and node.op in kinds.VIEWS and node.input:
             tensor = str(node.input[0])
-            node = self._nodes.get(_name(tensor))
+            node = self._nodes.get(node_of(tensor))
         return tensor
-
-
-def _name(tensor: str) -> str:
-    """Returns the node of a tensor in a function, which is called ``node:output:index``."""
-    return tensor.partition(":")[0]
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:

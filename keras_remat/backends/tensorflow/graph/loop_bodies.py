@@ -22,6 +22,7 @@ from keras_remat.backends.tensorflow.graph.effects import has_effect
 from keras_remat.backends.tensorflow.graph.nodes import (
     data_inputs,
     node_of,
+    shape_of,
     split_input,
     tensor_key,
 )
@@ -325,8 +326,8 @@ def _is_zero(tensor: Any) -> bool:
 
 def _table_modes(op: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None]:
     """Returns what an op makes by the table of ops."""
-    shapes = [_shape(tensor) for tensor in op.inputs]
-    result = _shape(op.outputs[0]) if op.outputs else None
+    shapes = [shape_of(tensor) for tensor in op.inputs]
+    result = shape_of(op.outputs[0]) if op.outputs else None
     if result is None or None in shapes:
         return ()
     constants = {at: known for at, t in enumerate(op.inputs) if (known := _numbers(t))}
@@ -344,18 +345,14 @@ def _numbers(tensor: Any) -> list[int] | None:
     """Returns the numbers of a small integer constant, or of a shape that an op reads."""
     op = tensor.op
     if op.type in ("Shape", "ShapeN"):
-        shape = _shape(op.inputs[tensor.value_index])
+        shape = shape_of(op.inputs[tensor.value_index])
         return None if shape is None else list(shape)
     return numbers_of(op.node_def)
 
 
-def _shape(tensor: Any) -> tuple[int, ...] | None:
-    return tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
-
-
 def _has_mode(whole: Any, half: Any, mode: BodyMode | None) -> bool:
     """Returns whether a tensor's shapes at both batch sizes agree with its mode."""
-    one, other = _shape(whole), _shape(half)
+    one, other = shape_of(whole), shape_of(half)
     if mode != "part":
         return one == other
     return one is not None and bool(other) and one == _doubled(other)

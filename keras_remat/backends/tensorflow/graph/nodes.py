@@ -20,8 +20,9 @@ def split_input(name: str) -> tuple[str, int]:
 
 
 def node_of(name: str) -> str:
-    """Returns the name of the node that an input comes from."""
-    return split_input(name)[0]
+    """Returns the name of the node that an input comes from, also in a function, where it is called
+    ``node:output:index``."""
+    return name.removeprefix("^").partition(":")[0]
 
 
 def tensor_key(name: str) -> str:
@@ -76,6 +77,11 @@ def is_compiled(node: Any) -> bool:
     """Returns whether a node is a call that XLA compiles, also in a step that it does not compile:
     Keras calls grouped convolutions so on a CPU."""
     return "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b
+
+
+def shape_of(tensor: Any) -> tuple[int, ...] | None:
+    """Returns the static shape of a graph's tensor; ``None`` where it is not known."""
+    return tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
 
 
 def run_node(node: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -113,8 +113,11 @@ class TensorFlowDevice:
         return self._most("current")
 
     def peak_bytes(self) -> int:
-        """Returns the most bytes in use since :func:`measure` began; 0 without statistics."""
+        """Returns the most bytes in use since :func:`measure`, or a watch, began, whatever ran; 0
+        without statistics."""
         return self._most("peak")
+
+    watched_peak_bytes = phase_peak_bytes = peak_bytes
 
     def chunk_bytes(self, nbytes: int) -> int:
         """Returns what the allocator hands out for a request now: a free chunk goes as a whole,
@@ -130,14 +133,6 @@ class TensorFlowDevice:
         """Resets the allocator's peak."""
         for name in self.allocators:
             _reset_peak(name)
-
-    def watched_peak_bytes(self) -> int:
-        """Returns the most bytes in use since then; 0 without statistics."""
-        return self.peak_bytes()
-
-    def phase_peak_bytes(self) -> int:
-        """Returns the same: the allocator counts whatever runs."""
-        return self.peak_bytes()
 
     def _most(self, statistic: str) -> int:
         """Returns the largest number of a statistic, of one replica's part of an allocator."""

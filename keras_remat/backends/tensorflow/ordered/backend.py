@@ -153,8 +153,7 @@ class TensorFlowBackend:
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
         return measure.measure(run, wait=wait, device=self.device)
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return exhausted.is_out_of_memory(error)
+    is_out_of_memory = staticmethod(exhausted.is_out_of_memory)
 
     def snapshot(self, model: Any) -> Callable[[], None]:
         parts = model.distribute_strategy.experimental_local_results  # of a variable, by device
