@@ -100,9 +100,9 @@ class InvalidProblemError(RematError, ValueError):
         self.value = value
 
 
-class _OfBudget(RematError):
-    """Says what the errors about a budget share; their attributes are their arguments but
-    ``advice``.
+class BudgetError(RematError):
+    """No schedule under the budget was found: the base of the two errors that say so. Their
+    attributes are their arguments but ``advice``.
 
     Advice may take as long as a few plans, and most errors are caught and never shown. So it may be
     a function, which is called when the message is asked for first.
@@ -112,6 +112,10 @@ class _OfBudget(RematError):
         advice: what to do, or a function that tells it.
         default_advice: where the function tells nothing.
     """
+
+    budget_bytes: int
+    floor_bytes: int
+    best_peak_bytes: int | None = None
 
     def __init__(self, statement: str, advice: Advice, default_advice: str):
         super().__init__(statement)
@@ -141,10 +145,10 @@ class _OfBudget(RematError):
 
 def statement_of(error: Exception) -> str:
     """Returns what an error says is wrong, without the advice of one about a budget."""
-    return error.statement if isinstance(error, _OfBudget) else str(error)
+    return error.statement if isinstance(error, BudgetError) else str(error)
 
 
-class InfeasibleBudgetError(_OfBudget):
+class InfeasibleBudgetError(BudgetError):
     """No schedule can meet the budget, and that is proved.
 
     Attributes:
@@ -190,7 +194,7 @@ class InfeasibleBudgetError(_OfBudget):
         self.by_search = by_search
 
 
-class ScheduleNotFoundError(_OfBudget):
+class ScheduleNotFoundError(BudgetError):
     """No schedule under the budget was found, and none was proved impossible.
 
     Attributes:

@@ -29,9 +29,8 @@ from keras_remat.checks import check_seconds, is_number
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 from keras_remat.errors import (
-    InfeasibleBudgetError,
+    BudgetError,
     RematError,
-    ScheduleNotFoundError,
     UnsupportedModelError,
     statement_of,
     without_inner_frames,
@@ -224,7 +223,7 @@ def _learn_of_larger(
         if runner.graph(size).has_ops_of(scaling.at(size).graph):
             runner(size, plan)
             return size // bounds.parts, plan.solution.schedule
-    except (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError) as error:
+    except (BudgetError, UnsupportedModelError) as error:
         logger.debug(
             "keras_remat: no first look at larger batches: %s", statement_of(error)
         )  # told later
@@ -258,7 +257,7 @@ def _estimated(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds)
     scaling = step_scaling(backend, model, step)
     try:
         found = _searched(backend, step, scaling, bounds)
-    except (InfeasibleBudgetError, ScheduleNotFoundError):
+    except BudgetError:
         further = _estimated_in_slices(backend, model, step, bounds)
         if further is None:
             raise
@@ -298,7 +297,7 @@ def _estimated_in_slices(
             probes = (*found.probes, SizeTrial(size, plan))
             found = replace(found, max_batch_size=size, probes=probes)
         return found.naming(slicing=slicing)
-    except (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError) as error:
+    except (BudgetError, UnsupportedModelError) as error:
         logger.debug("keras_remat: sizes in slices: %s", statement_of(error))
         return None
 
@@ -316,7 +315,7 @@ def _first_that_fits(
     while True:
         try:
             return traced(batch)
-        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+        except BudgetError as error:
             too_large = error
             batch = example_batch(model, batch)
             size = batch_size_of(batch) // 2

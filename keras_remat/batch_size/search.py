@@ -56,7 +56,7 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import seconds, simulate
-from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.errors import BudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning.calibrated_solve import new_order
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import plan_by
@@ -322,7 +322,7 @@ class SizeSearch:
                 seed=self.seed,
                 patience=patience,
             )
-        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+        except BudgetError as error:
             self.failure = error
             self.target_share = (1 + self.target_share) / 2
             self.fragmentation_ratio = 1.0

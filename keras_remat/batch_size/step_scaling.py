@@ -27,12 +27,7 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing, sliced_graph
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    InvalidProblemError,
-    ScheduleNotFoundError,
-    UnsupportedModelError,
-)
+from keras_remat.errors import BudgetError, InvalidProblemError, UnsupportedModelError
 from keras_remat.planning.make_plan import TracedModel, measured_problem
 from keras_remat.planning.request import PlanRequest, plan_by, plan_for
 from keras_remat.planning.slice_candidates import candidates
@@ -132,7 +127,7 @@ def searched_in_slices(
         share /= 2
         try:
             further = search(more, share)
-        except (InfeasibleBudgetError, ScheduleNotFoundError):
+        except BudgetError:
             break
         if further.max_batch_size < _WORTH_SLICES * found.max_batch_size:
             break
@@ -163,7 +158,7 @@ def searched_further(
         share = _SHARE_IN_SLICES / 2**at
         try:
             further, its = searched_in_slices(sliced, search, share)
-        except (InfeasibleBudgetError, ScheduleNotFoundError):
+        except BudgetError:
             continue
         parts = sliced.slicing.parts
         is_reached = its.max_batch_size >= wanted - wanted % parts > found.max_batch_size
@@ -303,7 +298,7 @@ def _profile_at(
     usable = step.limit.usable_bytes
     try:
         plan = plan_by(problem, order, usable, backend.memory) or plan_for(request)
-    except (InfeasibleBudgetError, ScheduleNotFoundError):
+    except BudgetError:
         return None
     measured = measured_problem(
         backend, model, traced, problem, plan, repeated_batch(step.batch, size)

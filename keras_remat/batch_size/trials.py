@@ -35,7 +35,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.slices import Slicing
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
+from keras_remat.errors import BudgetError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest, plan_for
 
@@ -245,7 +245,7 @@ def _for_its_graph(
                 seed=chooser.seed,
             )
         )
-    except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+    except BudgetError as error:
         return SizeTrial(size, None, f"{differs}: {error}")
     if not is_allowed(problem, plan.predicted.time_s, chooser.max_overhead):
         return SizeTrial(size, None, f"{differs}: overhead {plan.overhead:.1%} is over the bound")

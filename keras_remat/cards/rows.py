@@ -30,10 +30,10 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.errors import BudgetError, UnsupportedModelError
 from keras_remat.planning.calibrated_solve import least_over_budget
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.planning.slicing import plan_in_slices
 
 #: Of the seconds for one card, what solving for a plan may take, finding the smallest peak where
@@ -196,7 +196,7 @@ class AskedStep:
             return replace(begun, row=row)
         try:
             traced, plan = self._plan(begun, samples)
-        except NOT_FOUND as error:
+        except BudgetError as error:
             smallest = self._smallest_bytes(error, backend, problem, limit)
             return replace(begun, row=replace(row, verdict=DOES_NOT_FIT, smallest_bytes=smallest))
         time_s = (plan.compiled or plan.predicted).time_s
@@ -228,7 +228,7 @@ class AskedStep:
         )
         try:
             return begun.traced, plan_for(request)
-        except NOT_FOUND as error:
+        except BudgetError as error:
             seconds = _SLICED_SHARE * self._time_limit_s
             traced, _, plan = plan_in_slices(
                 begun.traced, replace(request, seconds=seconds), backend.estimated_profile, error
@@ -258,7 +258,7 @@ class AskedStep:
                 time_limit_s=max(_LEAST_SMALLEST_S, _SMALLEST_SHARE * self._time_limit_s),
                 seed=self._seed,
             )  # fmt: skip
-        except NOT_FOUND:
+        except BudgetError:
             return None
         return int(least.peak_bytes)
 
@@ -295,7 +295,7 @@ class AskedStep:
                 scaling, batch_size_of(self._batch), begun.limit, begun.backend,
                 time_limit_s=_SEARCH_SHARE * self._time_limit_s, multiple=multiple, seed=self._seed,
             )  # fmt: skip
-        except NOT_FOUND as error:
+        except BudgetError as error:
             return 0, 0, str(error)
         tried = [
             f"batch {probe.batch_size}: {probe.reason}" for probe in search.probes if probe.reason

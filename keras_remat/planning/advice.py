@@ -19,12 +19,7 @@ from keras_remat.core.graph import UPDATE
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    ScheduleNotFoundError,
-    limit_for,
-    rounded_up,
-)
+from keras_remat.errors import BudgetError, InfeasibleBudgetError, limit_for, rounded_up
 from keras_remat.planning.calibrated_solve import within_budget
 from keras_remat.units import format_bytes
 
@@ -82,7 +77,7 @@ def advising(
     """
     try:
         yield
-    except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+    except BudgetError as error:
         if adviser.device is None:
             raise
         failure = error
@@ -94,7 +89,7 @@ def advising(
 
 
 def _advice(
-    error: InfeasibleBudgetError | ScheduleNotFoundError,
+    error: BudgetError,
     problem: Problem,
     limit_bytes: int,
     batch_size: int,
@@ -187,6 +182,6 @@ def _is_planned(
             fuller, budget_bytes, memory, solver="greedy_first",
             time_limit_s=_OPTIONS.plan_s, seed=seed,
         )  # fmt: skip
-    except (InfeasibleBudgetError, ScheduleNotFoundError):
+    except BudgetError:
         return False
     return True

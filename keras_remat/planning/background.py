@@ -18,9 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from keras_remat.core import interpreter
-from keras_remat.errors import RematError
+from keras_remat.errors import BudgetError, RematError
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.request import PlanRequest, plan_for
 
 _REQUEST, _ANSWER, _ERRORS = "request", "answer", "errors"
 
@@ -89,7 +89,7 @@ def main(folder: Path) -> None:
     answer: Plan | Exception
     try:
         answer = replace(plan_for(request), problem=None)
-    except NOT_FOUND as error:
+    except BudgetError as error:
         answer = error
     (folder / _ANSWER).write_bytes(pickle.dumps(answer))
 

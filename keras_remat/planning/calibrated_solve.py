@@ -26,7 +26,7 @@ from keras_remat.backends.memory import MemoryModel
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.errors import BudgetError, ScheduleNotFoundError
 from keras_remat.planning.quick_orders import QUICK, quick_orders
 from keras_remat.solvers import check_floor, solve
 from keras_remat.solvers.search import nearby
@@ -188,7 +188,7 @@ class BudgetSearch:
                 found = self.solve_at(target, max(OPTIONS.solve * left_s, OPTIONS.least_solve_s))
                 if self._chosen is None:
                     found = self._with_fewer_gaps(found)
-            except (InfeasibleBudgetError, ScheduleNotFoundError):
+            except BudgetError:
                 # what is proved is proved of this target, and a higher one is within the budget
                 if self._chosen is not None:
                     break
@@ -470,7 +470,7 @@ def within_budget(
     try:
         sure = OPTIONS.sure_corrections if is_patient else 1
         slow, _ = search.run(start, deadline_s, sure=sure)
-    except (InfeasibleBudgetError, ScheduleNotFoundError):
+    except BudgetError:
         if quick is None:
             raise
         return quick

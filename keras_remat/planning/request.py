@@ -22,7 +22,12 @@ from keras_remat.core.deadline import Deadline
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, statement_of
+from keras_remat.errors import (
+    BudgetError,
+    InfeasibleBudgetError,
+    ScheduleNotFoundError,
+    statement_of,
+)
 from keras_remat.planning.advice import advising
 from keras_remat.planning.calibrated_solve import (
     BudgetCandidate,
@@ -34,8 +39,6 @@ from keras_remat.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-#: What is raised where no plan is found.
-NOT_FOUND = (InfeasibleBudgetError, ScheduleNotFoundError)
 #: Seconds a quick solver may take.
 _QUICK_SOLVE_S = 4.0
 #: Headroom is given up at once where it leaves less than such a share of the room above the floor:
@@ -84,7 +87,7 @@ class PlanRequest:
     known: Schedule | None = None
     below_bytes: int | None = None
     avoid: frozenset[Schedule] = frozenset()
-    failure: InfeasibleBudgetError | ScheduleNotFoundError | None = None
+    failure: BudgetError | None = None
     device: DeviceMemory | None = None
     where: Processes = field(default_factory=Processes)
 
@@ -127,7 +130,7 @@ def _plan_for(request: PlanRequest) -> Plan:
             found, asked_bytes = _within_limit(request)
             budget_bytes = budget_bytes if request.is_quick else asked_bytes
             return plan_of(request.problem, budget_bytes, request.memory, found)
-        except NOT_FOUND as error:
+        except BudgetError as error:
             if request.below_bytes is None:
                 raise
             failure = error
@@ -179,9 +182,7 @@ def _solved(
             raise error.with_context(solver=solver) from error
 
 
-def _least_over_limit(
-    request: PlanRequest, failure: InfeasibleBudgetError | ScheduleNotFoundError
-) -> BudgetCandidate:
+def _least_over_limit(request: PlanRequest, failure: BudgetError) -> BudgetCandidate:
     """Returns the schedule that needs least, where none keeps to the limit.
 
     It is the least of all that were found; where no compiler has told its peak, the least that a
@@ -203,7 +204,7 @@ def _least_over_limit(
                 problem, usable, memory, time_limit_s=_QUICK_SOLVE_S, seed=request.seed
             )
             found.append(quick)
-        except NOT_FOUND as error:
+        except BudgetError as error:
             logger.debug("keras_remat: %s", statement_of(error))
     allowed = (one for one in found if one.schedule not in request.avoid)
     least = min(allowed, key=lambda one: one.peak_bytes, default=None)

@@ -34,7 +34,7 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import SliceRule, Slicing
 from keras_remat.errors import (
-    InfeasibleBudgetError,
+    BudgetError,
     InvalidProblemError,
     PlanMismatchError,
     ScheduleNotFoundError,
@@ -45,7 +45,7 @@ from keras_remat.planning.advice import advising
 from keras_remat.planning.calibrated_solve import BudgetSearch
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.quick_orders import QUICK
-from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.planning.slice_candidates import able_ops, candidates, grown
 from keras_remat.planning.slice_costs import costs_of, ends_bytes, undivided_scratch
 from keras_remat.solvers import check_floor
@@ -151,7 +151,7 @@ def plan_with_slices(
     """
     try:
         return traced, request.problem, plan_for(request)
-    except NOT_FOUND as error:
+    except BudgetError as error:
         return plan_in_slices(traced, request, estimate, error)
 
 
@@ -159,7 +159,7 @@ def plan_in_slices(
     traced: TracedStep,
     request: PlanRequest,
     estimate: Callable[[TracedStep], Profile],
-    failure: InfeasibleBudgetError | ScheduleNotFoundError,
+    failure: BudgetError,
     door: Callable[[PlanRequest], Plan] = plan_for,
     seen: tuple[TracedStep, Problem] | None = None,
 ) -> tuple[TracedStep, Problem, Plan]:
@@ -189,7 +189,7 @@ def plan_in_slices(
         try:
             asked = replace(request, problem=costs, clock_s=clock.left_s(), solver=solver)
             return sliced, costs, door(asked)
-        except NOT_FOUND as error:
+        except BudgetError as error:
             logger.debug("keras_remat: %s: %s", _name(slicing), statement_of(error))
             if isinstance(error, ScheduleNotFoundError):
                 error.least_over_limit = None  # it is no schedule of the whole step
@@ -288,7 +288,7 @@ def _quick_time_s(costs: Problem, request: PlanRequest) -> float:
     search = BudgetSearch(costs, usable, request.memory, QUICK, request.seed)
     try:
         return search.solve_at(usable, min(_LOOK_S, request.seconds))[0].time_s
-    except NOT_FOUND:
+    except BudgetError:
         return inf
 
 
@@ -301,9 +301,9 @@ def _name(slicing: Slicing) -> str:
     return f"{len(slicing.ops)} ops in {slicing.parts}"
 
 
-def _nearness(error: InfeasibleBudgetError | ScheduleNotFoundError) -> tuple[bool, int]:
+def _nearness(error: BudgetError) -> tuple[bool, int]:
     """Returns what is less the nearer one came: the least that was found, or else the floor."""
-    found = getattr(error, "best_peak_bytes", None)
+    found = error.best_peak_bytes
     return found is None, error.floor_bytes if found is None else found
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import UnsupportedModelError, statement_of
+from keras_remat.errors import BudgetError, UnsupportedModelError, statement_of
 from keras_remat.planning.background import PlanProcess, PlanProcessError
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.request import NOT_FOUND, plan_for
+from keras_remat.planning.request import plan_for
 from keras_remat.planning.slicing import told_whole
 from keras_remat.training import tell
 from keras_remat.training.decide import Move, Phase, Recorded
@@ -177,7 +177,7 @@ def _solved_beside(tools: Tools, shape: PlannedShape) -> Plan | None:
     except PlanProcessError as error:
         tools.fit.warn(*tell.solved_nothing_beside(error))
         return None
-    except NOT_FOUND as error:  # of a part of the limit
+    except BudgetError as error:  # of a part of the limit
         raise tools.plans.not_found(problem) from error
     # steps were measured meanwhile
     now = tools.costs.predict(problem, found.solution.schedule)
@@ -204,7 +204,7 @@ def replan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) ->
                 or _solved_beside(tools, shape)
                 or plan_for(request)
             )
-    except NOT_FOUND as error:
+    except BudgetError as error:
         tools.fit.event(*tell.kept(error))
         raise
     if fits and found.predicted.time_s >= now.time_s:
@@ -321,7 +321,7 @@ def lower_limit(
             limit = before.lowered(needed - 1)
         fit.event(*tell.lowered_limit(limit, found))
         shape = tools.plans.lowered(shape, costs, found, phase)
-    except (*NOT_FOUND, UnsupportedModelError) as error:
+    except (BudgetError, UnsupportedModelError) as error:
         return replace(fit.record, lowered_limit=limit), error
     return replace(fit.record.with_shape(tools.mode, shape), lowered_limit=limit), None
 
@@ -372,7 +372,7 @@ def make(
             else:
                 made = _DO[move](tools, shape, outcome, phase)
                 record, failure = fit.record.with_shape(tools.mode, made), None
-    except (*NOT_FOUND, UnsupportedModelError) as error:
+    except (BudgetError, UnsupportedModelError) as error:
         record, failure = fit.record, error
     if failure is not None:
         logger.debug("keras_remat: %s cannot be made: %s", move.name, statement_of(failure))

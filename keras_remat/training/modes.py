@@ -15,12 +15,7 @@ from typing import Any
 from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    PlanMismatchError,
-    ScheduleNotFoundError,
-    UnsupportedModelError,
-)
+from keras_remat.errors import BudgetError, PlanMismatchError, UnsupportedModelError
 from keras_remat.training import steps, tell
 from keras_remat.training.contest import MOST_OPS, Contest, Trial, Tried, better
 from keras_remat.training.fit_state import FitState
@@ -33,7 +28,7 @@ from keras_remat.training.shape_state import (
 from keras_remat.training.tools import Tools, running_tools, tools_of
 
 #: What a mode raises that cannot train a batch.
-FAILURES = (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError, PlanMismatchError)
+FAILURES = (BudgetError, UnsupportedModelError, PlanMismatchError)
 
 
 def begun(fit: FitState) -> FitRecord:
@@ -230,7 +225,7 @@ def _tried(fit: FitState, mode: Mode, usage: Usage) -> Tried:
 
 def _over_bytes(error: Exception) -> int:
     """Returns by how much one op alone is over the limit, where an error says so."""
-    if isinstance(error, InfeasibleBudgetError | ScheduleNotFoundError):
+    if isinstance(error, BudgetError):
         return error.floor_bytes - error.budget_bytes
     return 0
 

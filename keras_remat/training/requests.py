@@ -24,7 +24,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import (
-    InfeasibleBudgetError,
+    BudgetError,
     InvalidProblemError,
     InvalidScheduleError,
     PlanMismatchError,
@@ -34,7 +34,7 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.cache import PlanCache
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_by, plan_for
+from keras_remat.planning.request import PlanRequest, plan_by, plan_for
 from keras_remat.planning.slicing import in_slices_of, plan_in_slices, told_whole
 from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
@@ -169,11 +169,11 @@ class PlanRequests:
             return expected
         try:
             return self._solved(shape, costs, known)
-        except NOT_FOUND as error:
+        except BudgetError as error:
             failure = error
         try:
             return *self.in_slices(shape, costs, failure), Phase.WARM_UP
-        except NOT_FOUND as error:
+        except BudgetError as error:
             failure = error
         try:
             return *self.split(shape, costs, batch, failure), Phase.WARM_UP
@@ -249,7 +249,7 @@ class PlanRequests:
         self,
         shape: ShapeState,
         costs: Costs,
-        error: InfeasibleBudgetError | ScheduleNotFoundError,
+        error: BudgetError,
         below_s: float = math.inf,
     ) -> tuple[Plan, Costs]:
         """Returns a plan with some ops in slices, or in others than now, that takes less than
@@ -279,7 +279,7 @@ class PlanRequests:
         shape: ShapeState,
         costs: Costs,
         batch: Any,
-        error: InfeasibleBudgetError | ScheduleNotFoundError,
+        error: BudgetError,
     ) -> tuple[Plan, Costs]:
         """Returns a plan that trains the batch in more micro-batches than its costs are of, or in
         as many where those are of slices, and sums their gradients; raises ``error`` where that is
@@ -299,7 +299,7 @@ class PlanRequests:
                     found = plan_for(
                         self.request(costs.problem, shape.batch_size, is_quick=is_quick)
                     )
-            except NOT_FOUND as failed:
+            except BudgetError as failed:
                 logger.debug("keras_remat: %d micro-batches: %s", count, statement_of(failed))
                 continue
             self._fit.warn(*tell.in_micro_batches(shape.batch_size, count, self._fit.limit))
@@ -313,7 +313,7 @@ class PlanRequests:
         try:
             with self._fit.progress("plan that comes close to the limit"):
                 found = plan_for(self.request(costs.problem, shape.batch_size, failure=error))
-        except NOT_FOUND:
+        except BudgetError:
             raise error from None
         if limit.holds(found.predicted.peak_bytes):
             return found  # it takes some of the margin, or the quick solver found it after all

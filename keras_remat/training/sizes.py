@@ -33,9 +33,8 @@ from keras_remat.batch_size.step_scaling import (
     searched_in_slices,
 )
 from keras_remat.core.limit import Limit
-from keras_remat.errors import RematError, UnsupportedModelError
+from keras_remat.errors import BudgetError, RematError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.request import NOT_FOUND
 from keras_remat.training import size_costs, steps, tell
 from keras_remat.training.batches import Due, divisible
 from keras_remat.training.contest import compared
@@ -123,7 +122,7 @@ def after_failure(fit: FitState, due: Due, error: RematError) -> FitRecord:
         RematError: ``error``, where none does.
     """
     sizes, cannot_be_run = fit.record.sizes, isinstance(error, UnsupportedModelError)
-    if not cannot_be_run and not isinstance(error, NOT_FOUND):
+    if not cannot_be_run and not isinstance(error, BudgetError):
         raise error
     if due.is_joined:
         return fit.record
@@ -190,7 +189,7 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
                 in_slices = size_costs.scalings_in_slices(record, scaling, at_most, limit)
                 scaling, search = searched_further(scaling, search, in_slices, at_most, find)
             record = _with(record, scaling=scaling)
-    except (UnsupportedModelError, *NOT_FOUND) as error:
+    except (UnsupportedModelError, BudgetError) as error:
         return _as_given(fit, record, tell.no_larger_batch(error))
     fit.event(*tell.searched(search))
     fit.report.max_batch_size = search.max_batch_size

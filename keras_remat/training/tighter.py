@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from keras_remat.core.schedule import Schedule
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.errors import BudgetError
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.planning.slicing import is_dear
 from keras_remat.training.decide import Phase
 from keras_remat.training.shape_state import Costs, PlannedShape
@@ -42,7 +42,7 @@ def tighter(
     found = tools.plans.reused(costs.problem, tools.known(shape), Phase.VERIFY, orders)
     try:
         found = found or plan_for(request)
-    except NOT_FOUND as error:
+    except BudgetError as error:
         return _in_other_slices(tools, shape, request, needed_bytes, error)
     return _cheaper(tools, shape, found)
 
@@ -52,13 +52,13 @@ def _in_other_slices(
     shape: PlannedShape,
     request: PlanRequest,
     needed_bytes: int,
-    error: InfeasibleBudgetError | ScheduleNotFoundError,
+    error: BudgetError,
 ) -> tuple[Plan, Costs]:
     """Returns a plan in other slices than those that ran; where none is found, and the step ran in
     slices, the plan in the same ones that needs least."""
     try:
         return tools.plans.in_slices(shape, shape.costs, error)
-    except NOT_FOUND:
+    except BudgetError:
         if shape.costs.is_whole:
             raise
         least = replace(request, below_bytes=needed_bytes, failure=error)
@@ -74,5 +74,5 @@ def _cheaper(tools: Tools, shape: PlannedShape, found: Plan) -> tuple[Plan, Cost
     error = tools.plans.not_found(costs.problem, shape.peak_bytes)
     try:
         return tools.plans.in_slices(shape, costs, error, below_s=time_s)
-    except NOT_FOUND:
+    except BudgetError:
         return found, costs
