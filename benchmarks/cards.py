@@ -13,7 +13,7 @@ what the plan needs that keeps to it. A limit below the floor of the step has no
     python benchmarks/cards.py --cards H100,T4 --models unet --at 0.5,0.35 --json rows.jsonl
     python benchmarks/cards.py --framework tensorflow --cards H100 --at 0.5 --check
 
-*Compilations* counts schedules. A schedule is written in up to three ways, the quickest first, and
+*Compilations* counts schedules. A schedule is written in up to four ways, the quickest first, and
 the next way is compiled only where one does not keep to the limit; *modules* counts all of that.
 *Overhead* is by the plan's own ops, *time* is counted from the compiled module, guards and barriers
 included, in that of Keras's own.

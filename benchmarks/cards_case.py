@@ -247,7 +247,7 @@ def compile_of(traced: Any) -> Compile:
                 return told(lowering.lower_plain(traced))
             room, written = problem.room_bytes, known.get(schedule)
             known[schedule] = written = lowering.lower_within(traced, schedule, room, written)
-            return told(written.step, written.ways)
+            return told(written.step, len(written.ways))
 
         return on_jax
     from keras_remat.backends.tensorflow import private

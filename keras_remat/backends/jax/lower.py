@@ -15,6 +15,7 @@ from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.jax.writer import writer_of
+from keras_remat.backends.xla.fused_graph import SMALL_STATE_BYTES
 from keras_remat.backends.xla.protect import Run, Writing
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
@@ -58,11 +59,11 @@ class Written:
 
     Args:
         step: a ``jax.stages.Compiled``.
-        ways: in how many ways it was written, the quickest first; this one takes least of them.
+        ways: in which it was written, the quickest first; this one takes least of them.
     """
 
     step: Any
-    ways: int = 1
+    ways: tuple[Writing, ...] = ()
 
     @property
     def added_bytes(self) -> int:
@@ -86,13 +87,16 @@ def lower_within(
         known: the same, compiled for another limit.
     """
     ways = _ways(traced)
-    found = known or Written(lower(traced, schedule, ways[0]))
-    for writing in ways[found.ways :]:
-        if room_bytes is None or found.added_bytes <= room_bytes:
+    found = known or Written(lower(traced, schedule, ways[0]), ways[:1])
+    for writing in ways[ways.index(found.ways[-1]) + 1 :]:
+        over_bytes = 0 if room_bytes is None else found.added_bytes - room_bytes
+        if over_bytes <= 0:
             break
+        if writing is Writing.UPDATED and over_bytes > _state_bytes(traced):
+            continue
         other = Written(lower(traced, schedule, writing))
         least = min(found, other, key=lambda written: written.added_bytes)
-        found = replace(least, ways=found.ways + 1)
+        found = replace(least, ways=(*found.ways, writing))
     return found
 
 
@@ -103,6 +107,12 @@ def _ways(traced: JaxTracedStep) -> tuple[Writing, ...]:
     if not target.on_gpu or any(is_channels_first(image.dtype, target) for image in images):
         return (Writing.STRICT,)
     return tuple(Writing)
+
+
+def _state_bytes(traced: JaxTracedStep) -> int:
+    """Returns bytes of weights and optimizer slots: no more is held by updates that are put off."""
+    n_state = len(jax.tree.leaves(traced.state_specs))
+    return sum(size for size in traced.program.sizes[:n_state] if size >= SMALL_STATE_BYTES)
 
 
 def lower(traced: JaxTracedStep, schedule: Schedule, writing: Writing = Writing.STRICT) -> Any:

@@ -240,6 +240,27 @@ def test_gradients_of_dense_kernels_do_not_wait_for_the_end_of_the_step(monkeypa
     assert Step(traced, order, Writing.HELD).added_bytes > 1.1 * kept
 
 
+def dense():
+    """Dense blocks whose kernels are as large as their images."""
+    inputs = x = layers.Input((32, 256))
+    for _ in range(3):
+        y = layers.Dense(1024, activation="gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dense(256)(y)
+    return inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)), 32
+
+
+@pytest.mark.card
+def test_updates_that_come_early_spare_gradients_without_a_barrier():
+    """What is held beside takes time."""
+    traced = trace(*built(dense, "float32"), target=card("H100"))
+    order, simulated_bytes = planned(traced, 0.5)
+    ways = Writing.LOOSE, Writing.UPDATED, Writing.HELD
+    loose, updated, held = (Step(traced, order, way) for way in ways)
+    assert updated.added_bytes < 1.02 * simulated_bytes < 0.98 * loose.added_bytes
+    seconds = [costs(s.optimized, traced.target.rates).time_s for s in (loose, updated, held)]
+    assert seconds == sorted(seconds)
+
+
 def swish():
     """Convolutions with batch normalization and swish, as of EfficientNet."""
     inputs = x = layers.Input((32, 32, 16))

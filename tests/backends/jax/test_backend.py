@@ -100,6 +100,7 @@ def planned(step, budget_bytes=None):
 
 
 LARGE = {Writing.LOOSE: 200 * MIB, Writing.HELD: 200 * MIB}
+LITTLE = {Writing.LOOSE: 100 * MIB + 4096}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,7 @@ LARGE = {Writing.LOOSE: 200 * MIB, Writing.HELD: 200 * MIB}
     [
         (live("cpu", "a device"), {}, ["plain", "STRICT"]),
         (live("gpu", "a device"), {}, ["plain", "LOOSE"]),
+        (live("gpu", "a device"), LITTLE, ["plain", "LOOSE", "UPDATED"]),
         (live("gpu", "a device"), LARGE, ["plain", "LOOSE", "HELD", "STRICT"]),
     ],
 )
@@ -114,7 +116,8 @@ def test_before_the_first_step_two_programs_are_compiled(
     step, compiler, monkeypatch, target, takes, expected
 ):
     """Keras's own, to know its bytes, and the one that runs, with the kernels that run; on a GPU
-    strictly only where it does not keep to the limit else."""
+    strictly only where it does not keep to the limit else, and with early updates only where these
+    may be what is over it."""
     monkeypatch.setattr("keras_remat.backends.jax.live_target", lambda: target)
     compiler.takes = takes
     backend, traced, problem, plan = planned(step)
