@@ -13,6 +13,7 @@ from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.mirrored import backend as mirrored
 from keras_remat.cards.table import card
 from keras_remat.core import interpreter
+from keras_remat.core.graph import FORWARD
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
@@ -45,6 +46,16 @@ def transformer():
     model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model, (np.zeros((8, 64, 64), "float32"), np.zeros(8, "int32"))
+
+
+def test_a_softmax_is_one_op():
+    """Nothing inside of it is a value that a plan could keep; XLA:GPU computes it in one kernel."""
+    model, batch = transformer()
+    (backend,) = load_backends(model, "compiled", card("H100"))
+    ops = backend.trace(model, backend.example_batch(model, batch)).graph.ops
+    kinds = [op.kind for op in ops if op.phase == FORWARD and "attention" in op.name]
+    assert kinds.count("Softmax") == 2
+    assert not {"Max", "Exp", "Sum"}.intersection(kinds)
 
 
 @pytest.mark.card
