@@ -49,9 +49,9 @@ inverted residual blocks, for 0.4       0.491, 1.07  0.464, 1.16  0.464, 1.19
 ======================================  ===========  ===========  ===========
 
 So on a GPU a schedule is written loosely first, and otherwise where that does not keep to the limit
-(:func:`keras_remat.backends.jax.lower.lower_within`). Where large gradients that wait for their
-updates may be what is over it, updates alone are brought forward before anything is held: a
-GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of plain's time loosely, 234.1 and 1.22 so, and
+(:func:`keras_remat.backends.jax.lower.lower_within`). Where gradients of dense kernels that wait
+for their updates may be what is over it, updates alone are brought forward before anything is held:
+a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of plain's time loosely, 234.1 and 1.22 so, and
 234.5 and 1.36 with values held. Two things make holding quicker than writing strictly. A guard
 needs no trigger of its own: each waits for what was computed just before, and of two sums of one
 gradient, say, the second could not be computed beside the first. And a value that a product or a

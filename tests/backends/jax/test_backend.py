@@ -137,6 +137,15 @@ def test_where_images_lie_channels_first_convolutions_are_written_strictly_at_on
             assert compiler == ways
 
 
+def test_kernels_of_convolutions_are_no_reason_to_update_early(compiler):
+    """With 64 filters they are large; the dense layer's is small."""
+    backend, model = JaxBackend(card("H100")), models.convnet(filters=64)
+    traced = backend.trace(model, backend.example_batch(model, 8))
+    compiler.takes = {Writing.LOOSE: MIB + 4096, Writing.HELD: MIB}
+    lowering.lower_within(traced, keras_remat.Schedule.store_all(traced.graph), MIB)
+    assert compiler == ["LOOSE", "HELD"]
+
+
 def test_a_schedule_is_written_strictly_once_a_lower_limit_asks_for_it(step, compiler, monkeypatch):
     """Its loose step is known then, and does not keep to that limit."""
     monkeypatch.setattr("keras_remat.backends.jax.live_target", lambda: live("gpu", "a device"))
