@@ -33,10 +33,12 @@ class RunningFit:
     Args:
         callbacks: all of them.
         iterator_ref: returns Keras's iterator over the epoch's data; ``None`` where there is none.
+        list_ref: returns Keras's list of the callbacks, as long as anything of the ``fit`` is left.
     """
 
     callbacks: tuple[Any, ...]
     iterator_ref: Callable[[], Any]
+    list_ref: Callable[[], Any] = lambda: None
 
     @property
     def epoch_iterator(self) -> Any:
@@ -157,14 +159,15 @@ def _fits(model: Any) -> Iterator[RunningFit]:
         names = _variables(frame) if frame.f_code.co_name == "fit" else {}
         listed = getattr(names.get("callbacks"), "callbacks", None)
         if listed is not None and names.get("self") is model:
-            yield RunningFit(tuple(listed), _weak(names.get("epoch_iterator")))
+            refs = (_weak(names.get(name)) for name in ("epoch_iterator", "callbacks"))
+            yield RunningFit(tuple(listed), *refs)
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _weak(iterator: Any) -> Callable[[], Any]:
-    """Returns what returns an iterator of Keras's as long as somebody else keeps it."""
+def _weak(held: Any) -> Callable[[], Any]:
+    """Returns what returns an object of Keras's as long as somebody else keeps it."""
     try:
-        return ref(iterator)
+        return ref(held)
     except TypeError:  # there is none, or a loop of the user's own has another one
         return lambda: None
 
@@ -185,17 +188,19 @@ def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Call
 class Announced(NamedTuple):
     """Says what is known of the batch that was announced last, and of who announced it.
 
+    No frame is kept: where another callback raises before the call, its data would stay. A number
+    may be given again, so it tells the ``fit`` only as long as its list of callbacks is there.
+
     Args:
         is_awaited: whether no call has come since.
-        by: the frame of the ``fit`` that announced it, until the call comes.
-        frame: the number of that frame, since the epoch began; 0 before its first batch.
+        frame: the number of the frame that announced it, since the epoch began; 0 before its first
+            batch.
         fit: the ``fit`` of that frame that has the callback.
         is_last: whether it is the epoch's last, where that is known.
         is_endless: whether nobody knew the length of an epoch so far.
     """
 
     is_awaited: bool = False
-    by: FrameType | None = None
     frame: int = 0
     fit: RunningFit | None = None
     is_last: bool = False
@@ -237,16 +242,16 @@ class Callers:
             batch + self._model.steps_per_execution >= steps_per_epoch
         )
         is_last = ends or (fit is not None and fit.has_no_more_data)
-        by = None if fit is None else frame
-        self.announced = Announced(True, by, id(frame), fit, is_last, is_endless)
+        self.announced = Announced(True, id(frame), fit, is_last, is_endless)
         return fit
 
     def caller(self, iterator: Any) -> Caller:
         """Returns who calls with ``iterator``; what was announced is then no longer awaited."""
         before = self.announced
-        is_awaited, by = before.is_awaited, before.by
-        self.announced = before._replace(is_awaited=False, by=None)
-        if by is not None and by is innermost_fit() and not trains_alone(iterator):
+        is_awaited, fit = before.is_awaited, before.fit
+        self.announced = before._replace(is_awaited=False)
+        is_there = is_awaited and fit is not None and fit.list_ref() is not None
+        if is_there and before.frame == id(innermost_fit()) and not trains_alone(iterator):
             return Caller.FIT
         fit = self.running_fit
         if in_another_fit(self._model, self._callback):
@@ -256,10 +261,9 @@ class Callers:
         return caller_of(iterator, fit, announced=is_awaited)
 
     def expect_no_call(self) -> None:
-        """Notes that the announced batch is trained by Keras's own train function: who announced it
-        is not kept, with all its data."""
-        self.announced = self.announced._replace(is_awaited=False, by=None)
+        """Notes that the announced batch is trained by Keras's own train function."""
+        self.announced = self.announced._replace(is_awaited=False)
 
     def forget(self) -> None:
         """Holds no ``fit`` any longer."""
-        self.announced = self.announced._replace(by=None, fit=None)
+        self.announced = self.announced._replace(fit=None)

@@ -33,7 +33,7 @@ from keras_remat.training.shape_state import (
     Solving,
     TracedShape,
 )
-from keras_remat.training.tighter import tighter
+from keras_remat.training.tighter import for_less, tighter
 from keras_remat.training.tools import Tools
 from keras_remat.training.undo import Outcome, OutOfMemory
 
@@ -311,11 +311,7 @@ def lower_limit(
     limit = before.lowered(min(needed - 1, outcome.peak_bytes))
     try:
         with fit.progress("solving for the schedule"):
-            found = plan_for(
-                tools.plans.request(
-                    costs.problem, shape.batch_size, limit=limit, below_bytes=needed
-                )
-            )
+            found, costs = for_less(tools, shape, costs, limit, needed)
         if not limit.fits(found.predicted.peak_bytes):
             # out of reach; all that is known for certain is what was too much
             limit = before.lowered(needed - 1)

@@ -20,6 +20,7 @@ from typing import Any
 from keras_remat.backends.base import Backend, RunStep
 from keras_remat.backends.processes import decided_once, made_by_all
 from keras_remat.core.graph import Graph
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import check_rules
@@ -119,14 +120,11 @@ class PlanRequests:
     def not_found(self, problem: Problem, peak_bytes: int | None = None) -> ScheduleNotFoundError:
         """Returns the error that every schedule that was tried takes too much; ``peak_bytes`` is
         the least that one took."""
-        limit, solver = self._fit.limit, self._options.solver
+        limit = self._fit.limit
         return ScheduleNotFoundError(
-            limit.usable_bytes,
-            problem.floor_bytes,
-            peak_bytes,
-            solver=solver,
-            limit_bytes=limit.total_bytes,
-        )
+            limit.usable_bytes, problem.floor_bytes, peak_bytes,
+            solver=self._options.solver, limit_bytes=limit.total_bytes,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- plans
 
@@ -251,15 +249,17 @@ class PlanRequests:
         costs: Costs,
         error: BudgetError,
         below_s: float = math.inf,
+        limit: Limit | None = None,
     ) -> tuple[Plan, Costs]:
         """Returns a plan with some ops in slices, or in others than now, that takes less than
         ``below_s`` seconds a step; raises ``error``, or what is nearer, where there is none. A size
-        that is only tried has a smaller one to go back to."""
+        that is only tried has a smaller one to go back to. Without a limit, it is the fit's."""
+        limit = limit or self._fit.limit
         seen, costs, may_miss = costs, costs.as_whole, shape.constraints.allow_over_limit
         if not costs.is_whole or costs.traced.slicer is None or not may_miss:
             raise error
         is_quick = self._backend.measures_op_times  # else it is the last one, too
-        request = self.request(costs.problem, shape.batch_size, is_quick=is_quick)
+        request = self.request(costs.problem, shape.batch_size, limit=limit, is_quick=is_quick)
         # all ways to slice the step share what one plan may take
         request = replace(request, clock_s=min(request.clock_s, request.seconds))
         with self._fit.progress("plan with some ops in slices"):
@@ -271,7 +271,7 @@ class PlanRequests:
         if found.predicted.time_s >= below_s:
             raise error
         if traced.slicing is not None:
-            self._fit.event(*tell.in_slices(traced.slicing, self._fit.limit))
+            self._fit.event(*tell.in_slices(traced.slicing, limit))
         return found, replace(costs, traced=traced, problem=problem)
 
     def split(

@@ -1,17 +1,18 @@
-"""Finds the plan that follows one that measured over the limit."""
+"""Finds the plan that follows one that measured over the limit, or ran out of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
+from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import BudgetError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.planning.slicing import is_dear
 from keras_remat.training.decide import Phase
-from keras_remat.training.shape_state import Costs, PlannedShape
+from keras_remat.training.shape_state import Costs, PlannedShape, ShapeState
 from keras_remat.training.tools import Tools
 
 
@@ -76,3 +77,30 @@ def _cheaper(tools: Tools, shape: PlannedShape, found: Plan) -> tuple[Plan, Cost
         return tools.plans.in_slices(shape, costs, error, below_s=time_s)
     except BudgetError:
         return found, costs
+
+
+def for_less(
+    tools: Tools, shape: ShapeState, costs: Costs, limit: Limit, needed_bytes: int
+) -> tuple[Plan, Costs]:
+    """Returns a plan, and what it costs, for a step that ran out of memory: one for a lower limit,
+    or else one that needs less than ``needed_bytes``.
+
+    A ``fit`` that runs does not end because the chosen solver finds none: ``auto`` is asked after
+    it, and then ops run in slices.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: none was found.
+    """
+    request = tools.plans.request(
+        costs.problem, shape.batch_size, limit=limit, below_bytes=needed_bytes
+    )
+    failure: BudgetError
+    for solver in dict.fromkeys((request.solver, "auto")):
+        try:
+            return plan_for(replace(request, solver=solver)), costs
+        except BudgetError as error:
+            failure = error
+    try:
+        return tools.plans.in_slices(shape, costs, failure, limit=limit)
+    finally:
+        del failure  # it holds this frame, and with it the batch

@@ -140,7 +140,7 @@ def test_a_call_is_awaited_once():
 def test_who_announced_is_known_until_the_call_and_its_fit_until_the_end():
     caller, announced = called_after(0)
     assert caller is Caller.FIT
-    assert announced.by is None
+    assert not announced.is_awaited
     assert announced.fit is not None
 
 

@@ -21,7 +21,8 @@ from fake_fit import PLAIN, SIZE, TIGHT, driven, options, train
 from keras_remat.core import deadline
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.calibrated_solve import least_over_budget
-from keras_remat.training import fit_state
+from keras_remat.training import fit_state, tighter
+from keras_remat.training.requests import PlanRequests
 from keras_remat.training.shape_state import StepConstraints
 from keras_remat.training.watch import Pace
 
@@ -237,6 +238,36 @@ def test_batch_for_which_the_device_has_too_little_raises_from_the_frameworks_er
     assert isinstance(caught.value.__cause__, FakeOutOfMemoryError)
     assert backend.ran == []
     assert 1 <= event_kinds(report).count("out-of-memory") <= 5
+
+
+@pytest.mark.parametrize("finds", ["auto", "slices"])
+def test_where_the_chosen_solver_finds_nothing_for_what_is_left_a_fit_goes_on(finds, monkeypatch):
+    """``auto`` is asked after it, and then for ops in slices."""
+    backend, asked = FakeBackend(), []
+    trainer, report = driven(backend, options())
+    train(trainer, 5)
+    schedule, asks = trainer.plan.solution.schedule, tighter.plan_for
+
+    def refused(request):
+        asked.append(request.solver)
+        if request.solver == "greedy" or finds == "slices":
+            raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+        return asks(request)
+
+    def in_slices(plans, shape, costs, error, limit):
+        asked.append("slices")
+        return asks(plans.request(costs.problem, shape.batch_size, limit=limit)), costs
+
+    monkeypatch.setattr(tighter, "plan_for", refused)
+    monkeypatch.setattr(PlanRequests, "in_slices", in_slices)
+    monkeypatch.setattr(Pace, "is_due", lambda self: True)
+    backend.fails_at = {backend.calls + 1}
+    for step in range(5, 15):
+        trainer.run(batch_of(step * SIZE, SIZE))
+    assert asked[:3] == ["greedy", "auto", *(["slices"] if finds == "slices" else [])]
+    assert trainer.plan.solution.schedule != schedule
+    assert event_kinds(report).count("out-of-memory") == 1
+    assert backend.samples == list(range(15 * SIZE)), "every sample once, in order"
 
 
 def test_other_errors_pass_through():

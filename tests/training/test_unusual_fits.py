@@ -383,13 +383,12 @@ def test_a_callback_that_was_refused_holds_no_data_of_its_fit():
     assert kept.plan is None
 
 
-@pytest.mark.slow
 class Data(np.ndarray):
     """Can be referred to weakly."""
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
+@pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end"])
 def test_a_fit_that_another_callback_ended_leaves_no_data_behind(hook, is_planned, request):
     if is_planned:
         request.getfixturevalue("over_any_limit")
