@@ -48,6 +48,9 @@ class StepRunner(Protocol):
     def caller(self, iterator: Any) -> Caller:
         """Says who calls; asked once before every call. ``NOBODY``'s call is the original's."""
 
+    def begin_anew(self) -> None:
+        """Notes that the model's step is another one: nothing that is known of it holds."""
+
     def stop(self) -> None:
         """Ends what runs beside the steps; a second time, it does nothing."""
 

@@ -181,6 +181,11 @@ class FitSession:
                 self._fit.warn(*tell.trained_plainly(error))
                 return self._installed.run_plain(batch)
 
+    def begin_anew(self) -> None:
+        """Plans anew; see :class:`~keras_remat.backends.installed.StepRunner`."""
+        driver.note(self._fit, modes.begun_anew)
+        self._fit.begin_epoch(self._most_steps(self._epoch.number))
+
     def finish(self) -> Any:
         """Trains what was held back of this epoch; ``None`` where nothing was."""
         try:
@@ -228,8 +233,7 @@ class FitSession:
         self._aside = None
         fit = self._callers.announce(batch, self._steps_per_epoch)
         if self._installed.take_place():  # another train function: the model may be another one
-            driver.note(self._fit, modes.begun_anew)
-            self._fit.begin_epoch(self._most_steps(self._epoch.number))
+            self.begin_anew()
             self._is_unmodified = False
             self._check(lambda: check_train_function(self._model, self._installed.original))
             self._check(lambda: self._backends[0].check(self._model))

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-from keras_remat.backends.installed import Installed, StepRunner
+from keras_remat.backends.installed import Caller, Installed, StepRunner
 from keras_remat.backends.torch.device import Device, shapes_of
+from keras_remat.backends.torch.variables import weights_of
+from keras_remat.errors import UnsupportedModelError
+
+#: How often a step is planned anew because other weights learn: a network that is released layer by
+#: layer, which is done in some ten stages, asks for that often.
+_MOST_CHANGES = 16
 
 
 class InstalledTrainFunction(Installed):
@@ -25,6 +31,33 @@ class InstalledTrainFunction(Installed):
     def __init__(self, model: Any, runner: StepRunner, device: Device):
         super().__init__(model, runner)
         self._device = device
+        self._weights: list[torch.Tensor] = []
+        self._learn: tuple[bool, ...] = ()  # which of them do
+        self._changes = 0
+
+    def _trained(self, iterator: Any, caller: Caller) -> Any:
+        if self._are_others_to_learn():
+            self._changes += 1
+            self._runner.begin_anew()
+        return super()._trained(iterator, caller)
+
+    def _are_others_to_learn(self) -> bool:
+        """Returns whether a callback has frozen or released weights since the call before: Keras's
+        own step obeys at once."""
+        self._weights = self._weights or weights_of(self._model)
+        before = self._learn
+        self._learn = tuple(weight.requires_grad for weight in self._weights)
+        return bool(before) and self._learn != before
+
+    def check_runs_as_graph(self) -> None:
+        """Raises also where callbacks freeze and release weights in ever so many steps, of which
+        each is recorded and planned for."""
+        super().check_runs_as_graph()
+        if self._changes > _MOST_CHANGES:
+            raise UnsupportedModelError(
+                f"Weights were frozen or released {self._changes} times in this fit, and every "
+                "time the step is another one."
+            )
 
     def synchronize(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -41,15 +41,15 @@ from keras_remat.backends.torch.recorder import (
     Recording,
     Ref,
     Scalar,
-    storages_that_vary,
 )
+from keras_remat.backends.torch.rehearsal import check_next_step
 from keras_remat.backends.torch.variables import (
     Places,
     attributes_kept,
     gradient_bytes,
+    numbers_held,
     optimizers_of,
     places_of,
-    tensors_left_in,
     training_mode,
 )
 from keras_remat.core.graph import FORWARD
@@ -57,10 +57,6 @@ from keras_remat.core.problem import Problem
 from keras_remat.errors import UnsupportedModelError
 
 _OWN_FOLDER = Path(__file__).parents[2]
-_LEFT_IN_PYTHON = (
-    "The step reads a tensor that the step before it left in {name}, which a plan does not do. "
-    "Keep it in a buffer of the module (register_buffer), or in a variable (add_weight)."
-)
 _GRADIENT_OF_BEFORE = (
     "The step uses gradients that an earlier step has left on the weights. Call zero_grad() before "
     "backward(), as Keras's own step does."
@@ -274,8 +270,7 @@ def _recorded(
     data: Any,
     step: Callable[[Any], Any],
 ) -> Any:
-    """Runs a step on stand-ins and returns what it returns, with numbers for its tensors. Where it
-    leaves tensors in the model, it is run once more: it may read what the step before left."""
+    """Runs a step on stand-ins and returns what it returns, with numbers for its tensors."""
     for tensor in (*stand_ins, *(leaf for leaf in keras.tree.flatten(data) if leaf is not None)):
         recorder.add_input(tensor)
     for tensor in stand_ins:
@@ -295,21 +290,12 @@ def _recorded(
         recorder.fake_mode,
         recorder,
     ):
+        numbers = numbers_held(model)
         logs = keras.tree.map_structure(numbered, step(data))
         with torch.no_grad():
             recorder.write_late()
             places.write_back(stand_ins)
-        layouts, vary = recorder.recording.layouts, storages_that_vary(recorder.recording)
-        left = [
-            (name, tensor)
-            for name, tensor in tensors_left_in(model, stand_ins)
-            if layouts[recorder.number(tensor)].storage in vary
-        ]
-        if left:
-            with recorder.rehearsing():
-                for name, tensor in left:
-                    recorder.refuse(tensor, _LEFT_IN_PYTHON.format(name=name))
-                step(data)
+        check_next_step(recorder, model, stand_ins, numbers, lambda: step(data))
         return logs
 
 

@@ -7,6 +7,7 @@ recorded both have to hold the same stand-in.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ import torch
 
 from keras_remat.backends.torch import private
 from keras_remat.errors import UnsupportedModelError
+
+_NOT_OF_THE_USER = {"keras", "keras_remat", "numpy", "torch"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +173,12 @@ def places_of(model: Any) -> Places:
     return Places(tuple(own), tuple(twins))
 
 
+def weights_of(model: Any) -> list[torch.Tensor]:
+    """Returns the tensors of a model that may be asked to learn, or not to, while it trains."""
+    tensors = (place.tensor for place in places_of(model).own)
+    return [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+
+
 @contextmanager
 def training_mode(model: Any) -> Iterator[None]:
     """Switches a model's torch modules to training, as ``fit`` does, and afterwards back."""
@@ -183,9 +192,35 @@ def training_mode(model: Any) -> Iterator[None]:
 
 
 def _tables_of(model: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns a model and its layers, each with its attributes."""
-    owners = {id(owner): owner for owner in (model, *private.modules(model))}.values()
-    return [(owner, vars(owner)) for owner in owners]
+    """Returns a model, its layers, and objects of the user's own that they hold, such as a loss,
+    each with its attributes."""
+    owners = {id(owner): owner for owner in (model, *private.modules(model))}
+    waiting = list(owners.values())
+    while waiting:
+        for held in _held_in(tuple(vars(waiting.pop()).values())):
+            if id(held) not in owners and _is_of_the_user(held):
+                owners[id(held)] = held
+                waiting.append(held)
+    return [(owner, vars(owner)) for owner in owners.values()]
+
+
+def _is_of_the_user(thing: Any) -> bool:
+    """Returns whether something has attributes, and a class that no package makes for its own use:
+    neither Keras, nor PyTorch, nor Python itself."""
+    package = type(thing).__module__.partition(".")[0]
+    is_known = package in _NOT_OF_THE_USER or package in sys.stdlib_module_names
+    return not is_known and hasattr(thing, "__dict__") and not isinstance(thing, torch.Tensor)
+
+
+def numbers_held(model: Any) -> dict[tuple[int, str], Any]:
+    """Returns the Python numbers among the attributes of a model, its layers, and what they hold:
+    by which object it is, and a name for the attribute."""
+    return {
+        (id(owner), f"{type(owner).__name__}.{name}"): value
+        for owner, table in _tables_of(model)
+        for name, value in table.items()
+        if isinstance(value, (bool, int, float)) and name != "training"  # calls set that one
+    }
 
 
 @contextmanager

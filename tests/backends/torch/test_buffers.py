@@ -21,6 +21,13 @@ from keras_remat.errors import UnsupportedModelError
 aten = torch.ops.aten
 
 
+class Helper:
+    """Is no module, and holds a tensor."""
+
+    def __init__(self):
+        self.center = torch.zeros(8)
+
+
 class Module(nn.Module):
     """A layer and a buffer; ``use`` says what is done to its output."""
 
@@ -32,6 +39,7 @@ class Module(nn.Module):
         self.normalized = nn.BatchNorm1d(8)
         self.of_series = nn.InstanceNorm1d(2, track_running_stats=True)
         self.last = None
+        self.steps, self.has_begun, self.helper = 0, False, Helper()
 
     def forward(self, x):
         return self.use(self, torch.relu(self.inner(x)))
@@ -75,6 +83,30 @@ def reads_what_was_left(module, x):
     return result
 
 
+def counts_for_others_to_see(module, x):
+    module.steps += 1
+    return x
+
+
+def counts(module, x):
+    module.steps += 1
+    return x * min(1.0, module.steps / 10)
+
+
+def begins(module, x):
+    if not module.has_begun:
+        with torch.no_grad():
+            module.mean.copy_(x.mean(0))
+        module.has_begun = True
+    return x - module.mean
+
+
+def reads_what_a_helper_was_left(module, x):
+    result = x - module.helper.center
+    module.helper.center = 0.9 * module.helper.center + 0.1 * x.detach().mean(0)
+    return result
+
+
 def grows(module, x):
     module.mean = torch.cat([module.mean, module.mean])
     return x
@@ -114,6 +146,7 @@ def state(model):
         normalizes_series,
         reads_what_is_expanded,
         sets_for_others_to_see,
+        counts_for_others_to_see,
         registers_late,
     ],
 )
@@ -149,6 +182,9 @@ def test_a_normalization_may_run_again():
     ("use", "reason"),
     [
         (reads_what_was_left, r"left in Module\.last.*line .*x \+ module\.last"),
+        (reads_what_a_helper_was_left, r"left in Helper\.center.*line .*x - module\.helper"),
+        (counts, r"follows from Module\.steps, which it changes in Python"),
+        (begins, r"follows from Module\.has_begun, which"),
         (grows, r"a tensor of shape \(16,\).*in the place of the buffer 'mean'.*shape \(8,\)"),
         (looks_up, r"layout torch\.sparse_coo.*sparse=True"),
     ],
@@ -157,6 +193,9 @@ def test_what_no_plan_can_carry_over_to_the_next_step_is_refused(use, reason):
     model, data = model_of(use)
     with pytest.raises(UnsupportedModelError, match=reason):
         load_backend().trace(model, data)
+    module = model.layers[1].module
+    assert (module.steps, module.has_begun) == (0, False)
+    assert torch.equal(module.helper.center, torch.zeros(8))
 
 
 @pytest.mark.parametrize("training", [False, True])

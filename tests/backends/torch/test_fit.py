@@ -145,6 +145,42 @@ def test_train_on_batch_runs_under_the_plan(tight_run):
     assert_same_state(model, plain)
 
 
+class Freezes(keras.callbacks.Callback):
+    """Freezes a layer in mid-epoch, and then releases it."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if int(self.model.optimizer.iterations.numpy()) in self.at:
+            layer = next(one for one in self.model.layers if isinstance(one, keras.layers.Dense))
+            layer.trainable = not layer.trainable
+
+
+def test_a_layer_that_is_frozen_in_mid_fit_is(tight_run):
+    *_, limit, _, _ = tight_run
+    plain, data = stack()
+    expected = fit(plain, data, Freezes({3, 6}), epochs=2)
+    model, data = stack()
+    history = fit(model, data, remat := callback(limit), Freezes({3, 6}), epochs=2)
+    assert remat.plan.recomputes
+    assert history["loss"] == expected["loss"]
+    assert_same_state(model, plain)
+
+
+def test_layers_that_are_frozen_again_and_again_end_the_plan(tight_run, monkeypatch):
+    monkeypatch.setattr("keras_remat.backends.torch.swap._MOST_CHANGES", 2)
+    *_, limit, _, _ = tight_run
+    plain, data = stack()
+    expected = fit(plain, data, Freezes(range(8)), epochs=2)
+    model, data = stack()
+    with pytest.warns(UserWarning, match="frozen or released 3 times"):
+        history = fit(model, data, callback(limit), Freezes(range(8)), epochs=2)
+    assert history["loss"] == expected["loss"]
+    assert_same_state(model, plain)
+
+
 def test_a_step_that_cannot_be_recorded_trains_as_plain_fit_does():
     class Branching(keras.layers.Layer):
         def call(self, x):

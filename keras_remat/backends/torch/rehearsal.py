@@ -1,0 +1,105 @@
+"""The step after a recorded one, which is gone through where the recorded one has left something in
+Python that it may read: a tensor in an attribute, or a number that it changed.
+
+A plan does what was recorded, in every step. So a step must not use what the one before has left,
+and what it computes must not follow from a counter, or from whether it is the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from keras_remat.backends.torch.recorder import (
+    Call,
+    Recorder,
+    Recording,
+    Ref,
+    Scalar,
+    is_leaf,
+    storages_that_vary,
+)
+from keras_remat.backends.torch.variables import numbers_held, tensors_left_in
+from keras_remat.errors import UnsupportedModelError
+
+_LEFT_IN_PYTHON = (
+    "The step reads a tensor that the step before it left in {name}, which a plan does not do. "
+    "Keep it in a buffer of the module (register_buffer), or in a variable (add_weight)."
+)
+_COUNTED = (
+    "What the step computes follows from {name}, which it changes in Python: a plan would have the "
+    "value that it was recorded with in every step. Keep it in a variable (add_weight), or in a "
+    "buffer of the module (register_buffer)."
+)
+#: Elements of the largest constant that is compared.
+_MOST_ELEMENTS = 64
+
+
+def check_next_step(
+    recorder: Recorder,
+    model: Any,
+    stand_ins: Sequence[torch.Tensor],
+    numbers: Mapping[Any, Any],
+    step: Callable[[], Any],
+) -> None:
+    """Goes through a step once more where that may be another one.
+
+    Args:
+        recorder: is active, and has recorded the step.
+        stand_ins: those of what the model holds.
+        numbers: what :func:`~.variables.numbers_held` returned before the step.
+        step: the step.
+
+    Raises:
+        UnsupportedModelError: it is another one.
+    """
+    recording = recorder.recording
+    vary = storages_that_vary(recording)
+    left = [
+        (name, tensor)
+        for name, tensor in tensors_left_in(model, stand_ins)
+        if recording.layouts[recorder.number(tensor)].storage in vary
+    ]
+    now = numbers_held(model)
+    changed = [key[1] for key, value in now.items() if numbers.get(key, value) != value]
+    if not (left or changed):
+        return
+    first = len(recording.calls)
+    with recorder.rehearsing():
+        for name, tensor in left:
+            recorder.refuse(tensor, _LEFT_IN_PYTHON.format(name=name))
+        step()
+        again = recorder.recording
+        if changed and not _are_alike(again, again.calls[:first], again.calls[first:]):
+            raise UnsupportedModelError(_COUNTED.format(name=" or ".join(dict.fromkeys(changed))))
+
+
+def _are_alike(recording: Recording, calls: Sequence[Call], others: Sequence[Call]) -> bool:
+    """Returns whether calls are those of another step; the first ones may be followed by what was
+    put off until their step's end."""
+    return len(others) <= len(calls) and all(
+        _described(recording, one) == _described(recording, two)
+        for one, two in zip(calls, others, strict=False)
+    )
+
+
+def _described(recording: Recording, call: Call) -> tuple[Any, ...]:
+    """Returns what a call does, but for which tensors it is given."""
+
+    def described(leaf: Any) -> str:
+        if isinstance(leaf, Ref):
+            value = recording.constants.get(leaf.number)
+            is_small = value is not None and value.numel() <= _MOST_ELEMENTS
+            return repr(value.tolist()) if is_small and value is not None else "a tensor"
+        if isinstance(leaf, Scalar):
+            text = leaf.text
+            for name, _ in leaf.symbols:
+                text = text.replace(name, "a number")
+            return text
+        return repr(leaf)
+
+    leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)
+    return (call.operator, *map(described, leaves))
