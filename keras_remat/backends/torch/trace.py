@@ -290,11 +290,11 @@ def _recorded(
         recorder.fake_mode,
         recorder,
     ):
-        numbers = numbers_held(model)
+        numbers, memory = numbers_held(model), list(map(private.storage_key, stand_ins))
         logs = keras.tree.map_structure(numbered, step(data))
         with torch.no_grad():
             recorder.write_late()
-            places.write_back(stand_ins)
+            places.write_back(stand_ins, memory)
         check_next_step(recorder, model, stand_ins, numbers, lambda: step(data))
         return logs
 

@@ -78,13 +78,24 @@ class Places:
     own: tuple[Place, ...]
     twins: tuple[Place, ...]
 
-    def write_back(self, stand_ins: Sequence[torch.Tensor]) -> None:
+    def write_back(self, stand_ins: Sequence[torch.Tensor], memory: Sequence[int]) -> None:
         """Writes into the stand-ins what a step has put into their places: a module may give a
         buffer a new tensor in every step, and the step of a plan keeps the old one.
 
+        Args:
+            stand_ins: those of ``own``.
+            memory: the keys of their storages before the step.
+
         Raises:
-            UnsupportedModelError: that cannot be written there.
+            UnsupportedModelError: that cannot be written there, or a stand-in has other memory.
         """
+        for place, stand_in, key in zip(self.own, stand_ins, memory, strict=True):
+            if private.storage_key(stand_in) != key:
+                name = place.owner.path if place.name is None else place.name
+                raise UnsupportedModelError(
+                    f"The step assigns to the .data of {name!r}, which gives it other memory. "
+                    "Write into it instead, by copy_."
+                )
         known = set(map(id, stand_ins))
         for place in self.twins:
             if id(place.now) not in known:

@@ -107,6 +107,11 @@ def reads_what_a_helper_was_left(module, x):
     return result
 
 
+def assigns_data(module, x):
+    module.mean.data = 0.9 * module.mean.data + 0.1 * x.detach().mean(0)
+    return x
+
+
 def grows(module, x):
     module.mean = torch.cat([module.mean, module.mean])
     return x
@@ -185,6 +190,7 @@ def test_a_normalization_may_run_again():
         (reads_what_a_helper_was_left, r"left in Helper\.center.*line .*x - module\.helper"),
         (counts, r"follows from Module\.steps, which it changes in Python"),
         (begins, r"follows from Module\.has_begun, which"),
+        (assigns_data, r"assigns to the \.data of 'mean'"),
         (grows, r"a tensor of shape \(16,\).*in the place of the buffer 'mean'.*shape \(8,\)"),
         (looks_up, r"layout torch\.sparse_coo.*sparse=True"),
     ],
