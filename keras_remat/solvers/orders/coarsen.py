@@ -25,7 +25,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
 
 SMALL_SHARE = 0.005
-"""Share of the budget that small values may hold at once."""
+"""Share of what the budget leaves beside the resident bytes that small values may hold at once."""
 
 
 class Coarse:
@@ -194,18 +194,19 @@ class Coarse:
 
 
 def small_value_threshold(problem: Problem, base: Sequence[int]) -> int:
-    """Returns the largest size, of some powers of two below the budget, whose smaller values never
-    hold ``SMALL_SHARE`` of the budget at once."""
-    budget = problem.budget_bytes
-    if budget is None:
+    """Returns the largest size, of some powers of two below what the budget leaves beside the
+    resident bytes, whose smaller values never hold ``SMALL_SHARE`` of that at once."""
+    room = problem.room_bytes
+    if room is None:
         raise ValueError("needs a budget")
-    shifts = range(6, budget.bit_length())
+    room = max(1, room)
+    shifts = range(6, room.bit_length())
     first = bisect_left(
         shifts,
         True,
-        key=lambda shift: small_peak(problem, base, budget >> shift) <= SMALL_SHARE * budget,
+        key=lambda shift: small_peak(problem, base, room >> shift) <= SMALL_SHARE * room,
     )
-    return max(1, budget >> (6 + first))
+    return max(1, room >> (6 + first))
 
 
 def small_peak(problem: Problem, base: Sequence[int], threshold_bytes: int) -> int:

@@ -142,7 +142,7 @@ def improve(
         coolings: of the rounds.
         seed: of every choice.
     """
-    if problem.budget_bytes is None:
+    if problem.budget_bytes is None or not problem.graph.needed:
         return
     rng = np.random.default_rng(seed)
     best = base_orders(problem)[0] if start is None else tuple(start)
@@ -174,7 +174,7 @@ def _round(
     problem = line.problem
     times = sorted(problem.profile.op_time_s[i] for i in problem.graph.needed)
     typical_s = max(times[len(times) // 2], problem.store_all_time_s / len(times) / 10, 1e-12)
-    unit_s = max(problem.store_all_time_s, 1e-12) / (problem.budget_bytes or 1)
+    unit_s = max(problem.store_all_time_s, 1e-12) / max(1, problem.room_bytes or 1)
     fastest: tuple[int, ...] = ()
     chunks = max(1, moves // CHUNK_MOVES)
     for chunk in range(chunks + REPAIR_CHUNKS):

@@ -95,3 +95,14 @@ def test_thresholds_are_compared_without_a_new_graph(monkeypatch: pytest.MonkeyP
     base = Schedule.store_all(problem.graph).order
     monkeypatch.setattr(Graph, "__post_init__", lambda graph: pytest.fail("a new graph"))
     assert coarsen.small_value_threshold(problem, base) > 1
+
+
+@pytest.mark.parametrize("seed", seeds(20, 5))
+def test_what_is_resident_does_not_decide_what_is_small(seed: int) -> None:
+    problem = mixed_problem(seed, "training").with_budget(300)
+    base = Schedule.store_all(problem.graph).order
+    weights = 10**6
+    costs = replace(problem.profile, resident_bytes=problem.profile.resident_bytes + weights)
+    heavier = replace(problem, profile=costs, budget_bytes=300 + weights)
+    threshold = coarsen.small_value_threshold(problem, base)
+    assert coarsen.small_value_threshold(heavier, base) == threshold

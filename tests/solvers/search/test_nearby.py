@@ -1,5 +1,7 @@
 """From a known schedule to one within a budget that it is over."""
 
+from dataclasses import replace
+
 import pytest
 from fake_backend import chain_problem
 
@@ -50,3 +52,19 @@ def test_what_no_schedule_reaches_is_not_found():
     assert not list(
         nearby.schedules(problem.with_budget(problem.floor_bytes - 1), start, time_limit_s=0.2)
     )
+
+
+def test_where_all_values_are_small_there_is_nothing_to_search():
+    problem, start = known(0.8)
+    budget = problem.budget_bytes * 10**4
+    assert not list(nearby.schedules(problem.with_budget(budget), start, time_limit_s=2.0))
+
+
+def test_excess_costs_the_same_whatever_is_resident():
+    """It was a share of the budget: where weights fill it, too much was hardly a fault."""
+    problem, start = known(0.8)
+    weights = 1000 * problem.budget_bytes
+    smaller = problem.with_budget(int(0.85 * problem.budget_bytes))
+    costs = replace(smaller.profile, resident_bytes=smaller.profile.resident_bytes + weights)
+    heavier = replace(smaller, profile=costs, budget_bytes=smaller.budget_bytes + weights)
+    assert list(nearby.schedules(heavier, start, time_limit_s=2.0))
