@@ -87,11 +87,14 @@ def _command(commands: Any, name: str, text: str, *examples: str) -> argparse.Ar
     return command
 
 
-def seconds(text: str) -> float:
-    """Returns a number of seconds from the command line; argparse tells the function's name."""
-    number = float(text)
-    check_seconds("--time-limit", number)
-    return number
+def _seconds(text: str) -> float:
+    """Returns a number of seconds from the command line."""
+    try:
+        seconds = float(text)
+        check_seconds("seconds", seconds)
+    except ValueError as error:  # argparse shows the text of its own errors alone
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return seconds
 
 
 def _common(command: Any, *, solver: bool = True) -> None:
@@ -100,7 +103,7 @@ def _common(command: Any, *, solver: bool = True) -> None:
         command.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
         command.add_argument(
             "--time-limit",
-            type=seconds,
+            type=_seconds,
             default=30.0,
             metavar="SECONDS",
             help="seconds to search (default: 30)",

@@ -55,8 +55,9 @@ class InstalledTrainFunction(Installed):
         super().check_runs_as_graph()
         if self._changes > _MOST_CHANGES:
             raise UnsupportedModelError(
-                f"Weights were frozen or released {self._changes} times in this fit, and every "
-                "time the step is another one."
+                f"Weights were frozen or released {self._changes} times in this fit, and a step is "
+                f"planned anew for that {_MOST_CHANGES} times at most. Freeze them before fit, or "
+                "seldom."
             )
 
     def synchronize(self) -> None:
