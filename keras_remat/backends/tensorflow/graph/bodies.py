@@ -263,8 +263,8 @@ def _scratch_bytes(op: Any) -> int:
     """Returns what the kernel of an operation asks for, where that is known by shapes."""
     if not op.outputs or not runs_own_kernels():
         return 0
-    operands, result = [shape_of(tensor) for tensor in op.inputs], op.outputs[0]
-    return own_scratch_bytes(op.node_def, operands, shape_of(result), int(result.dtype.size or 0))
+    operands = [shape_of(tensor) for tensor in op.inputs]
+    return own_scratch_bytes(op.node_def, operands, shape_of(op.outputs[0]))
 
 
 def _called(node: Any) -> Iterator[str]:

@@ -49,7 +49,7 @@ def runs_own_kernels() -> bool:
     return not device.on_gpu() and not private.onednn_is_on()
 
 
-def own_scratch_bytes(node: Any, operands: Sequence[_Shape], result: _Shape, itemsize: int) -> int:
+def own_scratch_bytes(node: Any, operands: Sequence[_Shape], result: _Shape) -> int:
     """Returns the bytes that TensorFlow's own kernel of a node asks for beside its outputs; 0 where
     a shape is not known.
 
@@ -57,12 +57,12 @@ def own_scratch_bytes(node: Any, operands: Sequence[_Shape], result: _Shape, ite
         node: its ``NodeDef``.
         operands: shapes of its inputs.
         result: the shape of its output.
-        itemsize: bytes of a number of its output.
     """
-    if node.op in _OF_IMAGES:
-        return _patches_bytes(node, operands, result, itemsize)
-    if node.op in _OF_VOLUMES:
-        return _volume_patches_bytes(node, operands, result, itemsize)
+    if node.op in _GATHERING:
+        # the bytes of an output are no measure: a value takes 256 at least
+        itemsize = int(tf.as_dtype(node.attr["T"].type).size or 1)
+        of_kind = _patches_bytes if node.op in _OF_IMAGES else _volume_patches_bytes
+        return of_kind(node, operands, result, itemsize)
     if node.op == "MaxPoolGrad":  # an int64 for every element of the pooled image: where it is from
         return 8 * prod(operands[1]) if operands[1] else 0
     return 0
@@ -98,7 +98,7 @@ def _volume_patches_bytes(
     volumes = 1
     if of_filter or gradient[0] > 1:
         volume = positions * patch + positions * channels + patch * channels
-        volumes = -(-(third_cache_bytes() // max(1, itemsize)) // volume)
+        volumes = -(-(third_cache_bytes() // itemsize) // volume)
     patches = volumes * positions * patch
     if patches // (prod(image) + prod(kernel) + prod(gradient)) > MOST_PATCHES:
         return 0

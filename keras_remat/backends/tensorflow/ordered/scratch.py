@@ -4,7 +4,6 @@ does not see it."""
 from __future__ import annotations
 
 import os
-from math import prod
 
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.kernel_scratch import own_scratch_bytes, runs_own_kernels
@@ -55,6 +54,4 @@ def _own_workspace(traced: TensorFlowStep, op: Op) -> int:
     """Returns what TensorFlow's own kernels ask for on a CPU."""
     node, shapes = traced.handles[op.id], traced.tensor_shapes
     operands = [shapes.get(tensor_key(read)) for read in data_inputs(node)]
-    result = shapes.get(f"{node.name}:0")
-    nbytes = traced.graph.values[op.outputs[0]].nbytes if op.outputs else 0
-    return own_scratch_bytes(node, operands, result, nbytes // max(1, prod(result or ())))
+    return own_scratch_bytes(node, operands, shapes.get(f"{node.name}:0"))

@@ -72,22 +72,26 @@ def test_own_kernels_gather_patches_of_several_images(
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch", "cache", "volumes"),
+    ("kind", "layer", "batch", "cache", "volumes"),
     [
         # 2 MiB hold 4.3 volumes of 4 * (512 * 216 + 512 * 16 + 216 * 16) bytes
-        ("Conv3DBackpropFilterV2", 2, 2 * MIB, 5),
-        ("Conv3DBackpropFilterV2", 2, 4 * MIB, 0),  # 9 would have 35 times the operands' elements
-        ("Conv3DBackpropFilterV2", 8, 4 * MIB, 9),
-        ("Conv3DBackpropInputV2", 2, 2 * MIB, 5),
-        ("Conv3DBackpropInputV2", 1, 512 * MIB, 1),  # one volume is multiplied on all threads
+        ("Conv3DBackpropFilterV2", "at_1", 2, 2 * MIB, 5),
+        # 9 would have 35 times the operands' elements
+        ("Conv3DBackpropFilterV2", "at_1", 2, 4 * MIB, 0),
+        ("Conv3DBackpropFilterV2", "at_1", 8, 4 * MIB, 9),
+        # 241 would have 28 times as many; the kernel's 16 numbers have 256 bytes, the least of all
+        ("Conv3DBackpropFilterV2", "last", 8, 8 * MIB, 0),
+        ("Conv3DBackpropInputV2", "at_1", 2, 2 * MIB, 5),
+        # one volume is multiplied on all threads
+        ("Conv3DBackpropInputV2", "at_1", 1, 512 * MIB, 1),
     ],
 )
-def test_own_kernels_gather_patches_of_volumes(kind, batch, cache, volumes, monkeypatch):
+def test_own_kernels_gather_patches_of_volumes(kind, layer, batch, cache, volumes, monkeypatch):
     monkeypatch.setattr(private, "onednn_is_on", lambda: False)
     monkeypatch.setattr(kernel_scratch, "third_cache_bytes", lambda: cache)
     model, data = volume_piece(batch)
     traced = backend().trace(model, backend().example_batch(model, data))
-    assert asked(traced, kind, "at_1") == 4 * volumes * 8**3 * (3**3 * 8)
+    assert asked(traced, kind, layer) == 4 * volumes * 8**3 * (3**3 * 8)
 
 
 def test_a_pooling_s_gradient_notes_where_values_are_from(traced, monkeypatch):
