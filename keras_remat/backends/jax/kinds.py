@@ -127,6 +127,13 @@ def holds_images_first(program: Any, target: Target) -> bool:
     )
 
 
+def kernel_shapes(program: Any) -> frozenset[tuple[int, ...]]:
+    """Returns the shapes of convolutions' kernels, and of the gradients of kernels."""
+    found = {CONVOLUTION: lambda e: e.inputs[1], KERNEL_GRADIENT: lambda e: e.outputs[0]}
+    numbers = (found[e.kind](e) for e in program.equations if e.kind in found)
+    return frozenset(program.avals[at].shape for at in numbers if isinstance(at, int))
+
+
 def is_of_transposed(params: Mapping[str, Any]) -> bool:
     """Returns whether the gradient of a kernel is that of a transposed convolution's, whose image
     is dilated and whose gradient is not; one of groups is not told apart."""

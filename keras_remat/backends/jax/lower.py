@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from keras_remat.backends.jax import absent_device, private
-from keras_remat.backends.jax.kinds import CONVOLUTION, is_channels_first, kinds_of
+from keras_remat.backends.jax.kinds import CONVOLUTION, kinds_of
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
@@ -102,11 +102,7 @@ def lower_within(
 
 def _ways(traced: JaxTracedStep) -> tuple[Writing, ...]:
     """Returns how a schedule may be written where the step will run, the quickest way first."""
-    program, target = traced.program, traced.target
-    images = (program.avals[e.outputs[0]] for e in program.equations if e.kind == CONVOLUTION)
-    if not target.on_gpu or any(is_channels_first(image.dtype, target) for image in images):
-        return (Writing.STRICT,)
-    return tuple(Writing)
+    return tuple(Writing) if traced.target.on_gpu else (Writing.STRICT,)
 
 
 def _dense_state_bytes(traced: JaxTracedStep) -> int:

@@ -29,6 +29,7 @@ from keras_remat.backends.jax.kinds import (
     is_channels_first,
     is_emulated,
     is_of_transposed,
+    kernel_shapes,
     reads_a_copy,
     turned,
 )
@@ -134,6 +135,11 @@ class GpuWriter(JaxWriter):
     turns weight and moments for the update, and what it makes of them back: four kernels for one,
     as slow as larger ones. So it is laid as the bias.
 
+    Where images lie channels first, the element of one that a trigger reads, and an image's guard,
+    lie so, too. XLA lays what is cut from an image in the order of its dimensions, channels last,
+    and with it the image, and all that lies between it and the next convolution: loosely written, a
+    plan of a U-Net for a T4 then takes 1.20 of plain's time, and 1.01 as it is.
+
     Args:
         program: what is written.
         target: the GPU.
@@ -146,6 +152,7 @@ class GpuWriter(JaxWriter):
         super().__init__(program, uses_branches=False)
         self._target, self._gradients = target, gradients
         self._holds_images_first = holds_images_first(program, target)
+        self._kernels = kernel_shapes(program)
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
@@ -178,20 +185,29 @@ class GpuWriter(JaxWriter):
         value = self._program.avals[number]
         return value.ndim != IMAGE_RANK or not is_channels_first(value.dtype, self._target)
 
+    def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
+        return super().never([*map(self._laid, triggers)], in_branch)
+
     def hold(self, value: Any) -> Any:
-        if self._lies_first(value):
-            value = layout.with_layout_constraint(value, layout.Layout(CHANNELS_FIRST))
-        return super().hold(value)
+        return super().hold(self._laid(value))
+
+    def _laid(self, value: Any) -> Any:
+        """Returns the same value, laid as convolutions read it where that is channels first."""
+        if not self._lies_first(value):
+            return value
+        return layout.with_layout_constraint(value, layout.Layout(CHANNELS_FIRST))
 
     def _lies_first(self, value: Any) -> bool:
         is_first = self._holds_images_first and is_channels_first(value.dtype, self._target)
-        return is_first and value.ndim == IMAGE_RANK
+        return is_first and value.ndim == IMAGE_RANK and value.shape not in self._kernels
 
     def _is_given(self, atom: Any) -> bool:
         return isinstance(atom, int) and atom < self._program.n_inputs
 
     def guard(self, value: Any, condition: Any) -> Any:
         guarded = super().guard(value, condition)
+        if self._lies_first(value):
+            return self._laid(guarded)
         return _row_major(guarded) if value.ndim == IMAGE_RANK else guarded
 
     def guard_made(self, value: Any, condition: Any) -> Any:

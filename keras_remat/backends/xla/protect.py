@@ -58,10 +58,6 @@ gradient, say, the second could not be computed beside the first. And a value th
 convolution reads exists without a barrier, which only keeps other sums of it out of the kernel that
 makes it.
 
-Where images lie channels first (:func:`keras_remat.backends.jax.kinds.is_channels_first`), barriers
-spare copies of them: on a T4 the three took 1.19, 1.50 and 1.76 of plain's time loosely, and 1.12,
-1.32 and 1.30 strictly. There a step with convolutions is written strictly at once.
-
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
 

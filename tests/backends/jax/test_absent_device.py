@@ -280,13 +280,19 @@ def inverted_dense():
 
 
 @pytest.mark.card
-def test_images_between_products_are_not_turned():
-    """Where convolutions read images channels first, products do not."""
-    traced = trace(*built(inverted_dense, "float32"), target=card("T4"))
-    plain, kept = (Step(traced, order) for order in (None, Schedule.store_all(traced.graph)))
+@pytest.mark.parametrize(
+    ("build", "share", "writing", "most"),
+    [(inverted_dense, None, Writing.STRICT, 1.1), (swish, 0.6, Writing.LOOSE, 0.8)],
+)
+def test_images_are_not_turned(build, share, writing, most):
+    """Where convolutions read images channels first, products do not; and what is read to know
+    that a value exists, and an image that waits, lie as convolutions read them."""
+    traced = trace(*built(build, "float32"), target=card("T4"))
+    order = Schedule.store_all(traced.graph) if share is None else planned(traced, share)[0]
+    plain, kept = Step(traced, None), Step(traced, order, writing)
     moved = [costs(step.optimized, traced.target.rates).bytes_moved for step in (plain, kept)]
     assert moved[1] < 1.3 * moved[0]
-    assert kept.added_bytes < 1.1 * plain.added_bytes
+    assert kept.added_bytes < most * plain.added_bytes
 
 
 @pytest.mark.card

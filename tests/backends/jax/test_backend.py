@@ -125,18 +125,6 @@ def test_before_the_first_step_two_programs_are_compiled(
     assert compiler == expected
 
 
-def test_where_images_lie_channels_first_convolutions_are_written_strictly_at_once(compiler):
-    """As on a T4; other steps are not."""
-    expected = {"T4": [["STRICT"], ["LOOSE"]], "H100": [["LOOSE"], ["LOOSE"]]}
-    for name, written in expected.items():
-        backend = JaxBackend(card(name))
-        for model, ways in zip((models.convnet(), models.mixer()), written, strict=True):
-            traced = backend.trace(model, backend.example_batch(model, 8))
-            compiler.clear()
-            lowering.lower_within(traced, keras_remat.Schedule.store_all(traced.graph), None)
-            assert compiler == ways
-
-
 def test_kernels_of_convolutions_are_no_reason_to_update_early(compiler):
     """With 64 filters they are large; the dense layer's is small."""
     backend, model = JaxBackend(card("H100")), models.convnet(filters=64)
