@@ -92,7 +92,12 @@ class MemoryModel(Protocol):
         self, problem: Problem, schedule: Schedule, deadline_s: float
     ) -> Schedule | None:
         """Returns a schedule that leaves fewer gaps between the values in memory, found by
-        ``deadline_s`` of ``time.thread_time``; ``None`` where none is known."""
+        ``deadline_s`` of ``time.thread_time``, or begun by then where the work is counted; ``None``
+        where none is known.
+
+        Args:
+            problem: its budget is what the device may have in use.
+        """
         return None
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:

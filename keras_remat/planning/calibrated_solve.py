@@ -256,10 +256,11 @@ class BudgetSearch:
         """Returns what was found, the fastest first, and those over the budget also with fewer gaps
         between their values, until one keeps to it."""
         deadline_s = time.thread_time() + OPTIONS.closing_s
+        problem = self.problem.with_budget(self.budget_bytes)
         closer: list[BudgetCandidate] = []
         for one in found:
             while one.peak_bytes > self.budget_bytes:
-                order = self.memory.with_fewer_gaps(self.problem, one.schedule, deadline_s)
+                order = self.memory.with_fewer_gaps(problem, one.schedule, deadline_s)
                 if order is None:
                     break
                 solution = replace(one.solution, schedule=order, usage=None)

@@ -73,6 +73,7 @@ def test_what_does_not_fit_is_tried_with_fewer_gaps():
     backend = FakeBackend(allocator_bytes=lambda problem, s: 0 if s in closed else PLAIN)
 
     def with_fewer_gaps(problem, schedule, deadline_s):
+        assert problem.budget_bytes == budget
         if schedule in closed:
             return None
         closed.add(other := Schedule((0, *schedule.order)))

@@ -21,16 +21,21 @@ right until then. What is off is learnt from the steps that are measured
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from keras_remat.backends.memory import CalibratedMemory
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.memory.best_fit import BestFitAllocator, Block
+from keras_remat.backends.tensorflow.memory.gaps import closer
 from keras_remat.backends.tensorflow.memory.pool import Pool, recorded_pool
 from keras_remat.backends.tensorflow.profiler.events import Allocations
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.core.slices import is_sliced
 
 #: Steps that are replayed at most; most orders repeat themselves after three.
 _STEPS = 20
@@ -54,7 +59,7 @@ class ReplayedMemory(CalibratedMemory):
         super().__init__(self._replayed_bytes, order_matters=True, restores_after_plain=not on_gpu)
         self.smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
         self._pool: Pool | None = None
-        self._uses: deque[_Uses] = deque(maxlen=_REMEMBERED)  # of the problems asked for last
+        self._uses: deque[Uses] = deque(maxlen=_REMEMBERED)  # of the problems asked for last
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what another process gets: not what is remembered."""
@@ -67,6 +72,21 @@ class ReplayedMemory(CalibratedMemory):
                 uses, schedule, self._region_bytes, self._pool
             )
         return uses.peaks_bytes[schedule]
+
+    def with_fewer_gaps(
+        self, problem: Problem, schedule: Schedule, deadline_s: float
+    ) -> Schedule | None:
+        """Returns a step in slices in an order that leaves fewer gaps (:mod:`.gaps`). Its work is
+        counted: the clock does not end what was begun."""
+        budget = problem.budget_bytes
+        if budget is None or not is_sliced(problem.graph) or time.thread_time() >= deadline_s:
+            return None
+        if simulate(problem, schedule).peak_bytes > budget:
+            return None
+        uses, peak = self._uses_of(problem), self.peak_bytes(problem, schedule)
+        limit = budget - (peak - self._replayed_bytes(problem, schedule))
+        found = closer(uses, lambda: Replay(uses, self._region_bytes, self._pool), schedule, limit)
+        return found if found and self.peak_bytes(problem, found) < peak else None
 
     def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the peak in an unknown pool, since Keras's own step leaves variables
@@ -86,17 +106,17 @@ class ReplayedMemory(CalibratedMemory):
         self._uses.clear()
         self.forget()
 
-    def _uses_of(self, problem: Problem) -> _Uses:
+    def _uses_of(self, problem: Problem) -> Uses:
         """Returns the uses of a problem, whatever its budget is."""
         for uses in self._uses:
             if uses.problem.graph is problem.graph and uses.problem.profile is problem.profile:
                 return uses
-        self._uses.append(_Uses(problem, self.smallest_bytes))
+        self._uses.append(Uses(problem, self.smallest_bytes))
         return self._uses[-1]
 
 
 def replayed_peak_bytes(
-    uses: _Uses, schedule: Schedule, region_bytes: int = 0, pool: Pool | None = None
+    uses: Uses, schedule: Schedule, region_bytes: int = 0, pool: Pool | None = None
 ) -> int:
     """Returns the peak over all steps of a schedule, resident bytes included.
 
@@ -104,37 +124,94 @@ def replayed_peak_bytes(
         region_bytes: of the one region that there is; 0 where regions are added.
         pool: that the first step finds; ``None`` for an empty one.
     """
-    resident_bytes = uses.problem.profile.resident_bytes
-    variables: dict[str, Block | None] = {}  # name of the op that assigns it → its chunk
-    waiting: Counter[int] = Counter()
-    if pool is None:
-        allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes, region_bytes=region_bytes)
-        if region_bytes:
-            allocator.allocate(resident_bytes - sum(uses.batch.elements()))
-    else:
-        allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes)
-        placed, waiting = _placed(allocator, pool, uses)
-        variables |= placed
-    for nbytes in (uses.batch - waiting).elements():
-        allocator.allocate(nbytes)
-    base = resident_bytes - allocator.bytes_in_use
-    allocator.peak_bytes = allocator.bytes_in_use
-    runs = uses.of(schedule)
-    seen: set[tuple[object, ...]] = set()
-    for _ in range(_STEPS):
-        found = (
-            *allocator.free_chunks,
-            *(chunk and chunk.address for chunk in variables.values()),
+    replay = Replay(uses, region_bytes, pool)
+    for step in replay.steps(schedule):
+        deque(step, maxlen=0)
+    return replay.peak_bytes
+
+
+class Replay:
+    """Replays the steps of a schedule; arguments as of :func:`replayed_peak_bytes`."""
+
+    def __init__(self, uses: Uses, region_bytes: int = 0, pool: Pool | None = None):
+        resident_bytes = uses.problem.profile.resident_bytes
+        self._uses = uses
+        self._variables: dict[str, Block | None] = {}  # name of the op that assigns it → its chunk
+        waiting: Counter[int] = Counter()
+        if pool is None:
+            allocator = BestFitAllocator(
+                smallest_bytes=uses.smallest_bytes, region_bytes=region_bytes
+            )
+            if region_bytes:
+                allocator.allocate(resident_bytes - sum(uses.batch.elements()))
+        else:
+            allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes)
+            placed, waiting = _placed(allocator, pool, uses)
+            self._variables |= placed
+        for nbytes in (uses.batch - waiting).elements():
+            allocator.allocate(nbytes)
+        self._base = resident_bytes - allocator.bytes_in_use
+        allocator.peak_bytes = allocator.bytes_in_use
+        self._allocator = allocator
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Returns what is in use now, resident bytes included."""
+        return self._base + self._allocator.bytes_in_use
+
+    @property
+    def peak_bytes(self) -> int:
+        """Returns the most that was in use, resident bytes included."""
+        return self._base + self._allocator.peak_bytes
+
+    def steps(self, schedule: Schedule) -> Iterator[Iterator[Moment]]:
+        """Yields the moments of every step, until one finds the pool as an earlier one did; those
+        of a step have to be taken before the next one's."""
+        runs = self._uses.of(schedule)
+        seen: set[tuple[object, ...]] = set()
+        for _ in range(_STEPS):
+            found = (
+                *self._allocator.free_chunks,
+                *(chunk and chunk.address for chunk in self._variables.values()),
+            )
+            if found in seen:
+                break
+            seen.add(found)
+            yield self.step(runs)
+
+    def step(self, runs: Sequence[Run]) -> Iterator[Moment]:
+        """Yields the moments of one step."""
+        allocator, variables, values = (
+            self._allocator,
+            self._variables,
+            self._uses.problem.graph.values,
         )
-        if found in seen:
-            break
-        seen.add(found)
-        _replay_step(allocator, runs, variables, uses.problem)
-    return base + allocator.peak_bytes
+        chunks: dict[int, Block | None] = {}  # value id → what it is in
+        for run in runs:
+            dying = run.dying
+            early = allocator.allocate(run.early_bytes)
+            for value_id, nbytes, donor in run.writes:
+                chunks[value_id] = (
+                    allocator.allocate(nbytes) if donor is None else chunks.pop(donor)
+                )
+            late = allocator.allocate(run.late_bytes)
+            yield run, chunks
+            allocator.release(late)
+            allocator.release(early)
+            if run.assigns is not None and dying:
+                # the variable's buffer is the value's from now on, and the one it had is free
+                taken, *dying = dying
+                nbytes = values[taken].nbytes
+                allocator.release(variables.get(run.assigns) or allocator.unplaced(nbytes))
+                variables[run.assigns] = chunks.pop(taken)
+            for value_id in dying:
+                allocator.release(chunks.pop(value_id, None))
+        for chunk in chunks.values():
+            allocator.release(chunk)
 
 
 def _placed(
-    allocator: BestFitAllocator, pool: Pool, uses: _Uses
+    allocator: BestFitAllocator, pool: Pool, uses: Uses
 ) -> tuple[dict[str, Block | None], Counter[int]]:
     """Puts the chunks of a pool in an allocator's.
 
@@ -160,36 +237,11 @@ def _placed(
     return placed, waiting
 
 
-def _replay_step(
-    allocator: BestFitAllocator,
-    runs: list[_Run],
-    variables: dict[str, Block | None],
-    problem: Problem,
-) -> None:
-    chunks: dict[int, Block | None] = {}  # value id → what it is in
-    for run in runs:
-        dying = run.dying
-        early = allocator.allocate(run.early_bytes)
-        for value_id, nbytes, donor in run.writes:
-            chunks[value_id] = allocator.allocate(nbytes) if donor is None else chunks.pop(donor)
-        allocator.release(allocator.allocate(run.late_bytes))
-        allocator.release(early)
-        if run.assigns is not None and dying:
-            # the variable's buffer is the value's from now on, and the one it had is free
-            taken, *dying = dying
-            nbytes = problem.graph.values[taken].nbytes
-            allocator.release(variables.get(run.assigns) or allocator.unplaced(nbytes))
-            variables[run.assigns] = chunks.pop(taken)
-        for value_id in dying:
-            allocator.release(chunks.pop(value_id, None))
-    for chunk in chunks.values():
-        allocator.release(chunk)
-
-
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Says what a run of an op does with the pool.
 
     Args:
+        position: in the order.
         early_bytes: workspace that it asks for before its outputs.
         writes: large values, their bytes, and the value whose buffer each takes over, if any.
         late_bytes: workspace that it asks for after its outputs.
@@ -197,14 +249,24 @@ class _Run(NamedTuple):
         dying: the large values that are read last here.
     """
 
+    position: int
     early_bytes: int
     writes: list[tuple[int, int, int | None]]
     late_bytes: int
     assigns: str | None
     dying: list[int]
 
+    @property
+    def touches_pool(self) -> bool:
+        """Returns whether anything is asked for or given back."""
+        return bool(self.writes or self.dying or self.early_bytes or self.late_bytes)
 
-class _Uses:
+
+#: A run when all that it asks for is in use: value id → the chunk of each large value.
+Moment = tuple[Run, dict[int, Block | None]]
+
+
+class Uses:
     """Holds what the ops of a graph do with the pool, worked out once for all schedules.
 
     Attributes:
@@ -251,32 +313,49 @@ class _Uses:
             if op.kind in kinds.TAKES_OVER and reads
         ]
 
-    def of(self, schedule: Schedule) -> list[_Run]:
-        """Returns the runs that the pool sees; a value dies where its newest instance is read
-        last, or is computed and never read."""
+    def of(self, schedule: Schedule) -> list[Run]:
+        """Returns the runs that the pool sees."""
+        dying = self._dying(schedule.order)
+        return [
+            self._run(k, op_id, dying[k])
+            for k, op_id in enumerate(schedule.order)
+            if self.writes[op_id] or any(self._workspace[op_id]) or dying[k]
+        ]
+
+    def stretch(
+        self, order: Sequence[int], first: int = 0, deaths: Counter[int] | None = None
+    ) -> list[Run]:
+        """Returns all runs of a stretch of an order, also those that the pool does not see.
+
+        Args:
+            first: the position that it begins at.
+            deaths: value id → how many of its instances die in it; ``None`` for a whole order.
+        """
+        dying = self._dying(order, deaths)
+        return [self._run(first + k, op_id, dying[k]) for k, op_id in enumerate(order)]
+
+    def _dying(self, order: Sequence[int], deaths: Counter[int] | None = None) -> list[list[int]]:
+        """Returns which values die at every run: where their newest instance is read last, or is
+        computed and never read."""
         last: dict[int, int] = {}
-        dying: list[list[int]] = [[] for _ in schedule.order]
-        for k, op_id in enumerate(schedule.order):
+        dying: list[list[int]] = [[] for _ in order]
+        for k, op_id in enumerate(order):
             for value_id in self._reads[op_id]:
                 last[value_id] = k
             for value_id, _ in self.writes[op_id]:
                 if value_id in last:
                     dying[last[value_id]].append(value_id)
                 last[value_id] = k
+        if deaths is not None:
+            deaths = deaths - Counter(value_id for there in dying for value_id in there)
         for value_id, k in last.items():
-            if value_id not in self._kept:
+            if value_id not in self._kept if deaths is None else deaths[value_id]:
                 dying[k].append(value_id)
-        return [
-            _Run(
-                self._workspace[op_id][0],
-                self._taking_over(op_id, dying[k]),
-                self._workspace[op_id][1],
-                self._assigns[op_id],
-                dying[k],
-            )
-            for k, op_id in enumerate(schedule.order)
-            if self.writes[op_id] or any(self._workspace[op_id]) or dying[k]
-        ]
+        return dying
+
+    def _run(self, k: int, op_id: int, dying: list[int]) -> Run:
+        early, late = self._workspace[op_id]
+        return Run(k, early, self._taking_over(op_id, dying), late, self._assigns[op_id], dying)
 
     def _taking_over(self, op_id: int, dying: list[int]) -> list[tuple[int, int, int | None]]:
         """Returns what an op writes, each with the dying value of its size, if any, whose buffer it
