@@ -5,6 +5,11 @@ changes nothing but rounding where every sample goes through the model alone and
 means over samples. Keras's own layers, losses and metrics are known to do so. Anything else may mix
 the samples of a batch, as a contrastive loss does, and is taken to do so.
 
+Some of Keras's own look at a whole batch, too: losses of overlaps (Dice, Tversky) and of pairs
+(Circle), a loss with an ignored class, which is a mean over what it does not ignore, and a loss
+that is taken for a metric, which then is one number for a batch. Layers that wrap another
+framework's code may do anything.
+
 Two more cases count as mixing. A masked loss is a mean over what is not masked. And where several
 devices share a batch, they cannot share a batch of every size.
 """
@@ -31,6 +36,10 @@ _OF_VALIDATION = (
 #: Ops between layers that treat every sample alone.
 _ELEMENTWISE = ("Add", "Multiply", "Negative", "Subtract", "TrueDivide")
 _MEANS = ("mean", "sum_over_batch_size")
+#: Losses that look at all samples of a batch together.
+_OF_WHOLE_BATCHES = ("circle", "dice", "tversky")
+#: Layers around code that is not Keras's.
+_OF_OTHERS = ("FlaxLayer", "JaxLayer", "Lambda", "TFSMLayer", "TorchModuleWrapper")
 
 
 def validates_sample_wise(model: Any) -> bool:
@@ -42,7 +51,7 @@ def validates_sample_wise(model: Any) -> bool:
         and not any(name in vars(model) for name in _OF_VALIDATION)
         and all(map(_is_sample_wise, {id(part): part for part in (*inner, *operations)}.values()))
         and all(map(_is_mean, keras.tree.flatten(model.loss)))
-        and all(map(_is_of_keras, metric_functions(model)))
+        and all(map(_adds_up, metric_functions(model)))
     )
 
 
@@ -58,7 +67,8 @@ def _is_sample_wise(part: Any) -> bool:
     activation, axis = getattr(part, "activation", None), getattr(part, "axis", None)
     return (
         _is_of_keras(part)
-        and not isinstance(part, (keras.layers.Lambda, keras.layers.Masking))
+        and type(part).__name__ not in _OF_OTHERS
+        and not isinstance(part, keras.layers.Masking)
         and not getattr(part, "mask_zero", False)
         and not getattr(part, "stateful", False)
         and part.activity_regularizer is None
@@ -68,9 +78,29 @@ def _is_sample_wise(part: Any) -> bool:
     )
 
 
-def _is_mean(loss: Any) -> bool:
+def _is_mean(given: Any) -> bool:
     """Returns whether a loss, as ``compile`` was given it, is a mean over samples."""
-    if loss is None or isinstance(loss, str):
+    if given is None:
         return True
-    is_of_keras = _is_of_keras(loss) and _is_of_keras(getattr(loss, "fn", loss))
-    return is_of_keras and getattr(loss, "reduction", "mean") in _MEANS
+    loss = keras.losses.get(given)
+    is_mean = getattr(loss, "reduction", "mean") in _MEANS
+    return is_mean and _is_of_keras(loss) and _is_of_samples(loss)
+
+
+def _adds_up(thing: Any) -> bool:
+    """Returns whether a metric adds up over samples, or the function that it is a mean of has
+    numbers for each; a loss has one for a batch."""
+    is_loss = isinstance(thing, keras.losses.Loss)
+    return not is_loss and _is_of_keras(thing) and _is_of_samples(thing)
+
+
+def _is_of_samples(thing: Any) -> bool:
+    """Returns whether a function of Keras's, or a loss or metric made of one, looks at one sample
+    after the other, and at each of them in full."""
+    function, options = getattr(thing, "fn", thing), getattr(thing, "_fn_kwargs", {})
+    return (
+        _is_of_keras(function)
+        and getattr(function, "__name__", None) not in _OF_WHOLE_BATCHES
+        and options.get("ignore_class") is None
+        and options.get("axis") != 0
+    )

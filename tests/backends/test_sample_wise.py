@@ -12,6 +12,12 @@ class OwnLayer(layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 
+class JaxLayer(OwnLayer):
+    """Stands for Keras's, around code that may do anything."""
+
+    __module__ = "keras.src.utils.jax_layer"
+
+
 class OwnStep(keras.Model):
     def compute_loss(self, *given, **named):
         return super().compute_loss(*given, **named)
@@ -54,11 +60,21 @@ def masked(x):
             True,
         ),
         (lambda: {"loss": keras.losses.Huber(reduction="sum")}, False),
+        (lambda: {"loss": "dice"}, False),
+        (lambda: {"loss": keras.losses.Tversky()}, False),
+        (lambda: {"loss": keras.losses.Circle()}, False),
+        (lambda: {"loss": keras.losses.SparseCategoricalCrossentropy()}, True),
+        (lambda: {"loss": keras.losses.SparseCategoricalCrossentropy(ignore_class=1)}, False),
+        (lambda: {"loss": keras.losses.CosineSimilarity(axis=0)}, False),
+        (lambda: {"metrics": [keras.losses.MeanSquaredError()]}, False),
+        (lambda: {"metrics": [keras.losses.dice]}, False),
+        (lambda: {"metrics": [keras.metrics.CosineSimilarity(axis=0)]}, False),
         (lambda: {"loss": own}, False),
         (lambda: {"metrics": [own]}, False),
         (lambda: {"metrics": [OwnMetric()]}, False),
         (lambda: {"kind": OwnStep}, False),
         (lambda: {"between": OwnLayer()}, False),
+        (lambda: {"between": JaxLayer()}, False),
         (lambda: {"between": lambda x: keras.Sequential([layers.Dense(4), OwnLayer()])(x)}, False),
         (lambda: {"between": layers.Lambda(lambda x: keras.ops.flip(x, 0))}, False),
         (lambda: {"between": lambda x: x - keras.ops.mean(x, axis=0)}, False),
