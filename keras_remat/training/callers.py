@@ -138,13 +138,26 @@ def _variables(frame: FrameType) -> dict[str, Any]:
 
     Before Python 3.13 a frame keeps the variables that it returned until it is asked again. Among
     them are an epoch's iterator, whose threads the next asker waits for, and the model's state. So
-    the frame's copy is cleared.
+    the frame's copy is cleared, unless the function has it: ``locals()`` gives it away.
     """
+    is_alone = _times_held(frame) == _TIMES_HELD_ALONE
     told = frame.f_locals
     variables = dict(told)
-    if type(told) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if is_alone and type(told) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         told.clear()
     return variables
+
+
+def _times_held(frame: FrameType) -> int:
+    return sys.getrefcount(frame.f_locals)
+
+
+def _times_held_alone() -> int:
+    """Returns what :func:`_times_held` tells of a frame whose variables nobody else has."""
+    return _times_held(sys._getframe())
+
+
+_TIMES_HELD_ALONE = _times_held_alone()
 
 
 def _has(fit: RunningFit, callback: Any) -> bool:

@@ -79,6 +79,17 @@ def test_nothing_of_a_fit_is_kept():
     assert alive is None
 
 
+def test_a_function_called_fit_keeps_what_locals_gave_it():
+    """Before Python 3.13 that is the frame's own copy."""
+
+    def fit(callbacks, learning_rate):
+        settings = locals()
+        assert running_fit(ALONE, None) is None
+        return settings
+
+    assert fit(None, 0.5)["learning_rate"] == 0.5
+
+
 def test_the_data_of_a_fit_that_ended_without_notice_may_go():
     class Ends(Model):
         def fit(self, listed, callers):
