@@ -57,10 +57,10 @@ class ProcessFailedError(RematError):
 
 
 class InvalidScheduleError(RematError, ValueError):
-    """A schedule breaks one of the rules S1 to S5.
+    """A schedule breaks one of the rules S1 to S4.
 
     Attributes:
-        rule: the rule that is broken, ``"S1"`` to ``"S5"``.
+        rule: the rule that is broken, ``"S1"`` to ``"S4"``.
         position: index into the order where it is broken, or ``None`` when the rule concerns the
             whole order.
         op_id: the op concerned.

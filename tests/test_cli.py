@@ -16,7 +16,6 @@ from own_process import output_of
 import keras_remat
 from keras_remat.cli import main
 from keras_remat.core.graph import Graph, chain_example
-from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
@@ -228,19 +227,6 @@ def test_a_problem_without_ops_can_be_solved_and_shown(
     save_problem(Problem(Graph((), (), ()), Profile((), (), 0)), files[0])
     assert main(["solve", files[0], "--budget", "7", "--output", files[1]]) == 0
     assert main(["show", files[1], "--problem", files[0]]) == 0
-    assert "recomputed nothing" in capsys.readouterr().out
-
-
-def test_a_solution_with_fetches_can_be_shown(
-    problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    problem = replace(load_problem(problem_file), offload=Offload(1000.0))
-    save_problem(problem, tmp_path / "problem.json")
-    files = [str(tmp_path / name) for name in ("problem.json", "solution.json", "page.html")]
-    command = ["solve", files[0], "--budget", "7", "--solver", "greedy", "--time-limit", "1"]
-    assert main([*command, "--output", files[1]]) == 0
-    assert "1 fetches" in capsys.readouterr().out
-    assert main(["show", files[1], "--problem", files[0], "--html", files[2]]) == 0
     assert "recomputed nothing" in capsys.readouterr().out
 
 

@@ -64,9 +64,9 @@ def _held_by_phase(curve: Curve) -> tuple[Counter[str], int]:
     problem, at = curve.problem, curve.peak_position
     running = curve.schedule.order[at]
     phases = [op.phase for op in problem.graph.ops]
-    held, workspace = curve.held(at, phases), problem.op_workspace_bytes[running]
+    held, workspace = curve.held(at, phases), problem.profile.op_workspace_bytes[running]
     taken_over = sum(held.values()) + workspace + problem.profile.resident_bytes - curve.live[at]
-    held[phases[problem.source_of(running)]] -= taken_over
+    held[phases[running]] -= taken_over
     return held, workspace
 
 

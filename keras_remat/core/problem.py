@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from keras_remat.core.graph import Graph, Op, is_int, reused_bytes
-from keras_remat.core.offload import Offload
+from keras_remat.core.graph import Graph, is_int, reused_bytes
 from keras_remat.core.profile import Profile
 from keras_remat.errors import InvalidProblemError
 
@@ -21,7 +20,6 @@ class Problem:
         budget_bytes: the peak no schedule may exceed, resident bytes included; ``None`` for no
             limit.
         name: for people.
-        offload: the second memory that values can be fetched from; ``None`` where there is none.
 
     Raises:
         InvalidProblemError: the profile is for another number of ops, or the budget is not a
@@ -32,7 +30,6 @@ class Problem:
     profile: Profile
     budget_bytes: int | None = None
     name: str = ""
-    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         if len(self.profile.op_time_s) != len(self.graph.ops):
@@ -57,45 +54,6 @@ class Problem:
         """Returns the same problem under another budget."""
         return replace(self, budget_bytes=budget_bytes)
 
-    @property
-    def fetches(self) -> bool:
-        """Returns whether anything can be fetched."""
-        return self.offload is not None and self.offload.bytes_per_s > 0
-
-    @cached_property
-    def ops(self) -> tuple[Op, ...]:
-        """Returns the ops that a schedule may contain: the graph's, and after them the fetch of
-        each, if anything can be fetched (:mod:`keras_remat.core.offload`)."""
-        ops = self.graph.ops
-        if not self.fetches:
-            return ops
-        return ops + tuple(
-            Op(len(ops) + op.id, f"fetch {op.name}", "Fetch", (), op.outputs, op.phase)
-            for op in ops
-        )
-
-    @cached_property
-    def op_time_s(self) -> tuple[float, ...]:
-        """Returns seconds of each of ``ops``."""
-        times = self.profile.op_time_s
-        if self.offload is None or not self.fetches:
-            return times
-        values = self.graph.values
-        return times + tuple(
-            self.offload.fetch_time_s(sum(values[v].nbytes for v in op.outputs))
-            for op in self.graph.ops
-        )
-
-    @cached_property
-    def op_workspace_bytes(self) -> tuple[int, ...]:
-        """Returns the workspace of each of ``ops``."""
-        workspace = self.profile.op_workspace_bytes
-        return workspace + (0,) * (len(self.ops) - len(workspace))
-
-    def source_of(self, op_id: int) -> int:
-        """Returns the id of the op whose outputs an op or a fetch brings."""
-        return op_id % len(self.graph.ops)
-
     def op_floor_bytes(self, op_id: int) -> int:
         """Returns bytes that must be alive while ``op_id`` runs, whatever the schedule: resident,
         inputs, outputs not reusing an input (a graph output that cannot be computed again is never
@@ -109,10 +67,8 @@ class Problem:
     @cached_property
     def irreplaceable(self) -> frozenset[int]:
         """Returns ids of the graph outputs whose first instance must survive to the end, because
-        their op may run only once and nothing can be fetched."""
+        their op may run only once."""
         graph = self.graph
-        if self.fetches:
-            return frozenset()
         return frozenset(
             v
             for v in graph.outputs

@@ -7,8 +7,7 @@ down. A schedule is legal for a graph when
 * S1 every value that is read was computed at an earlier position;
 * S2 every needed op appears;
 * S3 an op that is not recomputable appears at most once;
-* S4 every copy of an op comes after every copy of the ops in its ``after``;
-* S5 a fetch (:mod:`keras_remat.core.offload`) comes after its op. S3 and S4 do not bind it.
+* S4 every copy of an op comes after every copy of the ops in its ``after``.
 """
 
 from __future__ import annotations

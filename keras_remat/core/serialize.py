@@ -5,8 +5,8 @@
 "recomputable", "inputs", "outputs", "after", "may_reuse"}], "outputs"}``. ``after`` and
 ``may_reuse`` may be missing. A value without a producer is a step input. What the core knows beyond
 that (``kind`` of an op, ``shape`` and ``dtype`` of a value, ``source``, ``device`` and ``backend``
-of the profile, ``offload``) is written when it is there, so that a problem comes back exactly as it
-was. Unknown fields (``pool``, which older files have) are ignored.
+of the profile) is written when it is there, so that a problem comes back exactly as it was. Unknown
+fields (``pool`` and ``offload``, which older files have) are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from keras_remat.core.graph import Graph, Op, Value, is_int
-from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.errors import InvalidProblemError
@@ -104,46 +103,18 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         )
         for op in graph.ops
     ]  # fmt: skip
-    document = {
+    return {
         "format": FORMAT, "version": VERSION, "name": problem.name,
         "resident_bytes": profile.resident_bytes, "budget_bytes": problem.budget_bytes,
         "source": profile.source, "device": profile.device, "backend": profile.backend,
         "values": values, "ops": ops, "outputs": list(graph.outputs),
     }  # fmt: skip
-    if problem.offload is not None:
-        document["offload"] = _offload_to_dict(problem.offload)
-    return document
 
 
 def _known(**fields: Any) -> dict[str, Any]:
     """Returns a JSON object of the fields that are not ``None``, with lists for tuples."""
     known = {key: field for key, field in fields.items() if field is not None}
     return {key: list(f) if isinstance(f, tuple) else f for key, f in known.items()}
-
-
-def _offload_to_dict(offload: Offload) -> dict[str, float | None]:
-    """Returns the object of an offload; an infinite bandwidth, which JSON cannot say, is null."""
-    rate = offload.bytes_per_s
-    return {
-        "bytes_per_s": None if math.isinf(rate) else rate,
-        "latency_s": offload.latency_s,
-        "overlap": offload.overlap,
-    }
-
-
-def _offload_of(top: Fields) -> Offload | None:
-    """Returns the second memory of a problem file, if it has one."""
-    raw = top.get("offload", (dict, type(None)), None)
-    if raw is None:
-        return None
-    fields = Fields(raw, top.source, "offload")
-    number = (int, float)
-    rate = fields.get("bytes_per_s", (*number, type(None)))
-    return Offload(
-        math.inf if rate is None else rate,
-        fields.get("latency_s", number, 0.0),
-        fields.get("overlap", number, 0.0),
-    )
 
 
 class Fields:
@@ -220,7 +191,6 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
             _profile_of(top, op_fields),
             top.get("budget_bytes", (int, type(None)), None),
             top.get("name", str, ""),
-            _offload_of(top),
         )
     except InvalidProblemError as error:
         if error.source is not None or source is None:

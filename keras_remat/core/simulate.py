@@ -5,8 +5,6 @@ nobody reads lives at k only; outputs of the graph live to the end. ``live[k] = 
 of the values alive at k + workspace of order[k]``: inputs and outputs of the running op are alive,
 but an output that takes over the buffer of an input dying at k is not counted twice.
 
-A fetch (:mod:`keras_remat.core.offload`) is an op without inputs and computes its values again.
-
 O(len(order) + reads). No solver reports its own peak: it is always this function's.
 """
 
@@ -32,7 +30,7 @@ def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
     born: list[dict[int, int]] = []
     newest: dict[int, int] = {}
     for k, op_id in enumerate(schedule.order):
-        op = problem.ops[op_id]
+        op = graph.ops[op_id]
         for value_id in op.inputs:
             if value_id in newest:
                 born[newest[value_id]][value_id] = k
@@ -89,8 +87,8 @@ def _live(problem: Problem, schedule: Schedule, below_bytes: int | None = None) 
     live = list(accumulate(delta[:n]))
     for k, op_id in enumerate(schedule.order):
         if below_bytes is None:
-            live[k] += problem.op_workspace_bytes[op_id]
-        op = problem.ops[op_id]
+            live[k] += problem.profile.op_workspace_bytes[op_id]
+        op = graph.ops[op_id]
         if op.may_reuse:
             ending = dying[k] if k < n - 1 else dying[k] - kept
             live[k] -= reused_bytes(op, values, ending)
@@ -119,4 +117,4 @@ def simulate(problem: Problem, schedule: Schedule) -> Usage:
 
 def seconds(problem: Problem, schedule: Schedule) -> float:
     """Returns the time of a legal schedule alone, which takes a small part of :func:`simulate`."""
-    return float(sum(problem.op_time_s[op_id] for op_id in schedule.order))
+    return float(sum(problem.profile.op_time_s[op_id] for op_id in schedule.order))

@@ -57,7 +57,7 @@ def descendants_of(graph: Graph, op_id: int) -> set[int]:
 
 
 def last_runs(problem: Problem, base: Sequence[int]) -> list[int]:
-    """Returns for each of ``problem.ops`` the position in a base order before which it may last run
+    """Returns for each op the position in a base order before which it may last run
     again: that of the first op that must follow it (S4), the end where none must, and -1 where S3
     forbids it.
 
@@ -66,9 +66,9 @@ def last_runs(problem: Problem, base: Sequence[int]) -> list[int]:
     >>> last_runs(Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0)), (0, 1, 2, 3, 4))
     [5, 5, 5, 5, 5]
     """
-    last = [len(base) if op.recomputable else -1 for op in problem.ops]
+    last = [len(base) if op.recomputable else -1 for op in problem.graph.ops]
     for position, op_id in enumerate(base):
-        for earlier in problem.ops[op_id].after:
+        for earlier in problem.graph.ops[op_id].after:
             last[earlier] = min(last[earlier], position)
     return last
 

@@ -17,7 +17,7 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     """Returns nothing for a legal schedule within the problem's budget, and raises otherwise.
 
     Raises:
-        InvalidScheduleError: one of S1 to S5 is broken, or an op id is unknown.
+        InvalidScheduleError: one of S1 to S4 is broken, or an op id is unknown.
         PeakExceededError: the peak is over ``problem.budget_bytes``.
     """
     check_rules(problem, schedule)
@@ -28,7 +28,7 @@ def validate(problem: Problem, schedule: Schedule) -> None:
 
 
 def check_rules(problem: Problem, schedule: Schedule) -> None:
-    """Raises :class:`InvalidScheduleError` unless the schedule obeys S1 to S5; the budget plays no
+    """Raises :class:`InvalidScheduleError` unless the schedule obeys S1 to S4; the budget plays no
     part."""
     graph, seen = problem.graph, _check_runs(problem, schedule)
     missing = graph.needed - seen
@@ -50,7 +50,7 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
             if later in started:
                 raise InvalidScheduleError(
                     "S4",
-                    f"op {op_id} ({problem.ops[op_id].name!r}) runs at position {position}, "
+                    f"op {op_id} ({graph.ops[op_id].name!r}) runs at position {position}, "
                     f"after op {later} that must follow it",
                     position=position,
                     op_id=op_id,
@@ -59,16 +59,16 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
 
 
 def _check_runs(problem: Problem, schedule: Schedule) -> set[int]:
-    """Raises :class:`InvalidScheduleError` where a run breaks S1, S2, S3 or S5; returns the ops
-    that run."""
+    """Raises :class:`InvalidScheduleError` where a run breaks S1, S2 or S3; returns the ops that
+    run."""
     graph = problem.graph
     seen: set[int] = set()
     for position, op_id in enumerate(schedule.order):
-        if not is_int(op_id) or not 0 <= op_id < len(problem.ops):
+        if not is_int(op_id) or not 0 <= op_id < len(graph.ops):
             raise InvalidScheduleError(
                 "S2", f"unknown op id {op_id!r} at position {position}", position=position
             )
-        op = problem.ops[op_id]
+        op = graph.ops[op_id]
         for value_id in op.inputs:
             producer = graph.values[value_id].producer
             if producer is not None and producer not in seen:
@@ -87,14 +87,6 @@ def _check_runs(problem: Problem, schedule: Schedule) -> set[int]:
                 position=position,
                 op_id=op_id,
             )
-        if (source := problem.source_of(op_id)) != op_id and source not in seen:
-            raise InvalidScheduleError(
-                "S5",
-                f"op {op_id} fetches at position {position} what op {source} "
-                f"({graph.ops[source].name!r}) has not computed",
-                position=position,
-                op_id=op_id,
-            )
         seen.add(op_id)
     return seen
 
@@ -108,7 +100,7 @@ def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
     wanted: set[int] = set(graph.outputs)
     wanted_after: list[set[int]] = [set()] * len(order)
     for position in range(len(order) - 1, -1, -1):
-        op = problem.ops[order[position]]
+        op = graph.ops[order[position]]
         touched = set(op.inputs) | set(op.outputs)
         wanted_after[position] = touched & wanted
         wanted -= set(op.outputs)
@@ -117,7 +109,7 @@ def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
     buffers: dict[int, int] = {}
     held = peak = problem.profile.resident_bytes
     for position, op_id in enumerate(order):
-        op = problem.ops[op_id]
+        op = graph.ops[op_id]
         releasable = [
             v for v in dict.fromkeys(op.inputs)
             if graph.values[v].producer is not None and v not in wanted_after[position]
@@ -135,7 +127,7 @@ def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
                 held -= size
             buffers[value_id] = size
             held += size
-        peak = max(peak, held + problem.op_workspace_bytes[op_id])
+        peak = max(peak, held + problem.profile.op_workspace_bytes[op_id])
         for value_id in releasable:
             held -= buffers.pop(value_id)
         for value_id in op.outputs:

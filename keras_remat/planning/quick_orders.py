@@ -14,7 +14,6 @@ from collections import OrderedDict
 from weakref import WeakKeyDictionary
 
 from keras_remat.backends.memory import MemoryModel
-from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.solvers.search.greedy import steps_limit, sure_steps
@@ -23,9 +22,8 @@ from keras_remat.solvers.search.greedy import steps_limit, sure_steps
 QUICK = "greedy_first"
 #: Answers that are remembered for one memory model.
 _MOST = 64
-#: Says what was asked: ids of graph and profile, what can be fetched, the target in bytes, and the
-#: seed.
-Asked = tuple[int, int, Offload | None, int, int]
+#: Says what was asked: ids of graph and profile, the target in bytes, and the seed.
+Asked = tuple[int, int, int, int]
 
 
 class QuickOrders:
@@ -52,8 +50,7 @@ class QuickOrders:
 
 
 def _asked(problem: Problem, seed: int) -> Asked:
-    ids = id(problem.graph), id(problem.profile)
-    return *ids, problem.offload, problem.budget_bytes or 0, seed
+    return id(problem.graph), id(problem.profile), problem.budget_bytes or 0, seed
 
 
 def _steps(problem: Problem, time_limit_s: float) -> int:

@@ -31,7 +31,7 @@ class Curve:
     @cached_property
     def starts_s(self) -> list[float]:
         """Returns seconds at which each position begins, and at which the last one ends."""
-        times = self.problem.op_time_s
+        times = self.problem.profile.op_time_s
         starts = list(accumulate((times[op] for op in self.schedule.order), initial=0.0))
         if starts[-1] > 0:
             return starts
@@ -74,7 +74,7 @@ class Curve:
         """Returns the positions at which an op runs for the first time."""
         seen: set[int] = set()
         firsts = []
-        for k, op in enumerate(map(self.problem.source_of, self.schedule.order)):
+        for k, op in enumerate(self.schedule.order):
             if op not in seen:
                 seen.add(op)
                 firsts.append(k)
@@ -88,7 +88,7 @@ class Curve:
         A border lies where it leaves least time on its wrong side.
         """
         n = len(self.schedule.order)
-        phases = {self.problem.ops[op].phase for op in self.schedule.order}
+        phases = {self.problem.graph.ops[op].phase for op in self.schedule.order}
         if BACKWARD not in phases:
             return [(FORWARD, 0, n)] if n else []
         middle = self._border({FORWARD}, {BACKWARD, UPDATE})
@@ -148,9 +148,9 @@ class Curve:
         if not self.live:
             return {RESIDENT: self.problem.profile.resident_bytes}
         names, running = self._layers, self.schedule.order[position]
-        owner = names[self.problem.source_of(running)]
+        owner = names[running]
         held = self.held(position, names)
-        workspace = self.problem.op_workspace_bytes[running]
+        workspace = self.problem.profile.op_workspace_bytes[running]
         resident = self.problem.profile.resident_bytes
         reused = sum(held.values()) + workspace + resident - self.live[position]
         held[owner] -= reused  # outputs that took over the buffer of an input
@@ -174,7 +174,7 @@ class Group:
         kept_bytes: what it holds when the backward phase begins.
         plain_bytes: what it would hold there without recomputation.
         recomputed: how many of its ops run more than once.
-        runs: how many runs there are beyond the first ones, fetches included.
+        runs: how many runs there are beyond the first ones.
         added_s: seconds those runs take.
     """
 
@@ -202,11 +202,10 @@ def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group
     runs: Counter[str] = Counter()
     added: dict[str, float] = dict.fromkeys(ops, 0.0)
     for op_id, count in Counter(schedule.order).items():
-        source = problem.source_of(op_id)
-        name, extra = names[source], count - (op_id == source)
-        recomputed[name] += op_id == source and extra > 0
+        name, extra = names[op_id], count - 1
+        recomputed[name] += extra > 0
         runs[name] += extra
-        added[name] += extra * problem.op_time_s[op_id]
+        added[name] += extra * problem.profile.op_time_s[op_id]
     return [
         Group(name, count, kept[name], before[name], recomputed[name], runs[name], added[name])
         for name, count in ops.items()

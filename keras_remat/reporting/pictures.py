@@ -167,7 +167,7 @@ def stays(curve: Curve) -> Chart:
 
 def stages(curve: Curve) -> Chart:
     """Returns the R and S matrices of the Checkmate paper (its figure 3), read off the order."""
-    order = [curve.problem.source_of(op) for op in curve.schedule.order]
+    order = curve.schedule.order
     stage_of: list[int] = []
     seen: set[int] = set()
     looks: dict[tuple[int, int], str] = {}
@@ -303,7 +303,7 @@ def _columns(curve: Curve) -> list[Band]:
         top = max(range(at, end), key=curve.live.__getitem__)
         held = list(curve.holders(top).items())[:3]
         most = ", ".join(f"{readable(name)} {format_bytes(nbytes)}" for name, nbytes in held)
-        op = readable(curve.problem.ops[curve.schedule.order[top]].name)
+        op = readable(curve.problem.graph.ops[curve.schedule.order[top]].name)
         told = f"{format_bytes(curve.live[top])} while {op} runs; most: {most}"
         columns.append(Band("", "", curve.starts_s[at], curve.starts_s[end], title=told))
         at = end

@@ -144,7 +144,7 @@ def _budget_text(problem: Problem, store_all_peak_bytes: int) -> str:
 
 
 def recomputed_text(problem: Problem, schedule: Schedule) -> str:
-    """Returns what a schedule recomputes in total; fetches are left out.
+    """Returns what a schedule recomputes in total.
 
     >>> from keras_remat.core.graph import chain_example
     >>> from keras_remat.core.profile import Profile
@@ -153,7 +153,7 @@ def recomputed_text(problem: Problem, schedule: Schedule) -> str:
     'recomputed 1 of 5 ops, 1 extra run, 1 s'
     """
     count, times = len(problem.graph.ops), problem.profile.op_time_s
-    again = {op_id: extra for op_id, extra in schedule.recomputed.items() if op_id < count}
+    again = schedule.recomputed
     if not again:
         return "recomputed nothing"
     seconds = sum(extra * times[op_id] for op_id, extra in again.items())
@@ -197,14 +197,12 @@ def solution_text(problem: Problem, solution: Solution) -> str:
         f"store-all {format_bytes(store_all.peak_bytes)}, floor {format_bytes(problem.floor_bytes)}"
     )
     time = f"{format_seconds(usage.time_s)}, overhead {percent_over(problem, usage.time_s)}"
-    fetches = sum(op_id >= len(problem.graph.ops) for op_id in order.order)
-    again = len(order) - fetches - len(set(map(problem.source_of, order.order)))
-    runs = f"{len(order)} runs, {again} of them recomputations"
+    runs = f"{len(order)} runs, {len(order) - len(set(order.order))} of them recomputations"
     rows = [
         ("peak", f"{peak} ({around})"),
         ("time", time),
         ("bound", f"overhead {percent_over(problem, solution.lower_bound_s)}"),
-        ("schedule", f"{runs}, {fetches} fetches" if fetches else runs),
+        ("schedule", runs),
         ("solver", status_text(solution)),
     ]
     return "\n".join(table(rows))

@@ -24,7 +24,6 @@ from keras_remat.errors import (
     InvalidProblemError,
     without_inner_frames,
 )
-from keras_remat.solvers.orders.fetch import recomputing
 from keras_remat.solvers.orders.incumbent import run
 from keras_remat.solvers.orders.timeline import TOO_MANY_BYTES
 
@@ -34,20 +33,19 @@ SECONDS = 1e-200, 1e200
 over a schedule stay numbers."""
 
 
-def _solver(name: str, target: str, *, fetches: bool = False, **options: Any) -> Solver:
+def _solver(name: str, target: str, **options: Any) -> Solver:
     """Returns a solver that is imported when it is called.
 
     Args:
         name: the public one.
         target: its module, and its function there unless that is ``solve``.
-        fetches: it knows of fetches; other solvers' schedules get them afterwards.
         options: what makes this variant of it.
     """
 
     def solve_by_name(problem: Problem, **arguments: Any) -> Solution:
         module, _, function = target.partition(":")
         search = getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
-        return (run if fetches else recomputing)(search, problem, name=name, **options, **arguments)
+        return run(search, problem, name=name, **options, **arguments)
 
     return solve_by_name
 
@@ -64,10 +62,8 @@ SOLVERS: dict[str, Solver] = {
     ),
     "griewank": _solver("griewank", "papers.griewank"),
     "chain_dp": _solver("chain_dp", "papers.chain_dp"),
-    "checkmate_milp": _solver("checkmate_milp", "papers.checkmate_milp", fetches=True),
-    "checkmate_milp_cbc": _solver(
-        "checkmate_milp_cbc", "papers.checkmate_milp", backend="cbc", fetches=True
-    ),
+    "checkmate_milp": _solver("checkmate_milp", "papers.checkmate_milp"),
+    "checkmate_milp_cbc": _solver("checkmate_milp_cbc", "papers.checkmate_milp", backend="cbc"),
     "checkmate_lp": _solver("checkmate_lp", "papers.lp_rounding", randomized=False),
     "lp_rounding": _solver("lp_rounding", "papers.lp_rounding"),
     "dtr": _solver("dtr", "papers.dtr"),
@@ -77,12 +73,12 @@ SOLVERS: dict[str, Solver] = {
     "dtr_lru": _solver("dtr_lru", "papers.dtr", score="lru"),
     "dtr_size": _solver("dtr_size", "papers.dtr", score="size"),
     "dtr_random": _solver("dtr_random", "papers.dtr", score="random"),
-    "greedy": _solver("greedy", "search.greedy", fetches=True),
-    "greedy_first": _solver("greedy_first", "search.greedy:solve_first", fetches=True),
+    "greedy": _solver("greedy", "search.greedy"),
+    "greedy_first": _solver("greedy_first", "search.greedy:solve_first"),
     "backward": _solver("backward", "search.backward"),
     "intervals": _solver("intervals", "search.intervals"),
-    "anneal": _solver("anneal", "search.anneal", fetches=True),
-    "auto": _solver("auto", "auto", fetches=True),
+    "anneal": _solver("anneal", "search.anneal"),
+    "auto": _solver("auto", "auto"),
 }
 
 
@@ -159,7 +155,7 @@ def _check_sums(problem: Problem) -> None:
             f"{TOO_MANY_BYTES} can be solved. Give sizes in a larger unit",
             value=total,
         )
-    total_s, (least_s, most_s) = sum(problem.op_time_s), SECONDS
+    total_s, (least_s, most_s) = sum(problem.profile.op_time_s), SECONDS
     if total_s and not least_s <= total_s <= most_s:
         raise InvalidProblemError(
             f"the times of the ops sum to {total_s:g} seconds; none, and from {least_s:g} to "

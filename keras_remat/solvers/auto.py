@@ -28,9 +28,6 @@ there is room (:mod:`keras_remat.solvers.orders.trim`).
 
 What each step is worth, ``benchmarks/arms.py`` measures (``benchmarks/results/arms.md``).
 
-Where values can be fetched, :mod:`keras_remat.solvers.search.fetching` takes over, and all this
-gives the schedule it starts from.
-
 Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
 ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
 through. The bound is that of step 3 or 7; both hold for every legal order.
@@ -60,7 +57,7 @@ from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp, dtr
-from keras_remat.solvers.search import anneal, backward, fetching, greedy, intervals
+from keras_remat.solvers.search import anneal, backward, greedy, intervals
 from keras_remat.solvers.search.round_robin import RoundRobin
 
 logger = logging.getLogger(__name__)
@@ -128,10 +125,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
         InfeasibleBudgetError: proved that there is none.
     """
     try:
-        if incumbent.problem.fetches:
-            fetching.solve(incumbent, seed, solve)
-        else:
-            _Search(incumbent, seed).run()
+        _Search(incumbent, seed).run()
     except KeyboardInterrupt:
         if incumbent.order is None:
             raise
@@ -166,7 +160,7 @@ class _Search:
 
     def _offer_of_view(self, order: Order, solver: str) -> None:
         """Offers an order of the view, and keeps the view's own best one."""
-        time_s = self.view.problem.op_time_s
+        time_s = self.view.problem.profile.op_time_s
         if self.coarse_best is None or (
             sum(time_s[op_id] for op_id in order) < sum(time_s[op_id] for op_id in self.coarse_best)
         ):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
-from keras_remat.core.offload import Offload
 from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.planning import calibrated_solve
@@ -99,13 +98,6 @@ def test_a_graph_in_slices_is_not_solved_twice_with_the_same_work(monkeypatch):
         with pytest.raises(ScheduleNotFoundError):
             found(memory, problem=sliced, seconds=seconds)
     assert asked == [0.1, 10.0]
-
-
-def test_what_can_be_fetched_is_another_question(asked):
-    memory = FakeBackend().memory
-    found(memory)
-    found(memory, problem=replace(PROBLEM, offload=Offload(1e9)))
-    assert len(asked) == 2
 
 
 def test_few_answers_are_kept_and_none_longer_than_the_fit(monkeypatch):

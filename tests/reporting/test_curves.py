@@ -1,14 +1,12 @@
 """Curves, bands, holders and groups say what the simulator says."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from random_problems import mixed_problem
 from random_schedules import random_schedule
 
 from keras_remat.core.graph import Graph, Op, Value, chain_example
-from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
@@ -30,17 +28,6 @@ def test_holders_add_up_to_what_is_alive_at_every_position(seed):
         assert sum(curve.holders(position).values()) == curve.live[position]
     (row,) = top_holders([curve], 2)
     assert sum(row.values()) == curve.peak_bytes
-
-
-def test_a_fetch_is_shown_as_its_op_but_not_as_recomputed():
-    problem = replace(CHAIN, offload=Offload(16.0))
-    fetch_a = Schedule((0, 1, 2, 3, 5, 4))
-    curve, again = Curve(problem, fetch_a), Curve(CHAIN, RECOMPUTE_A)
-    assert curve.starts_s == [0, 1, 3, 6, 10, 10.25, 15.25]
-    assert (curve.live, curve.bands) == (again.live, again.bands)
-    assert [curve.holders(k) for k in range(6)] == [again.holders(k) for k in range(6)]
-    first = groups(problem, fetch_a)[0]
-    assert (first.recomputed, first.runs, first.added_s) == (0, 1, 0.25)
 
 
 def test_holders_of_the_example():

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from keras_remat.core.graph import Graph, Op, Value, chain_example
-from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
@@ -144,16 +143,6 @@ def test_names_stay_on_their_line(name):
     ):
         out.encode("utf-8")
         assert not re.search(r"[\x00-\x09\x0b-\x1f\u2028\u202e]", out)
-
-
-def test_solution_text_counts_fetches_apart():
-    problem = replace(CHAIN, offload=Offload(16.0))
-    order = Schedule((0, 1, 2, 3, 0, 5, 4))
-    usage = simulate(problem, order)
-    solution = Solution(order, "auto", "feasible", 1.0, 15.0, usage)
-    assert "schedule  7 runs, 1 of them recomputations, 1 fetches" in show.solution_text(
-        problem, solution
-    )
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,6 @@ def fastest(
             op = graph.ops[ops[t]]
             if any(position[e] not in done for e in op.after if e in position):
                 continue
-            if problem.fetches and t in done and not (stages and t <= last):
-                held = alive | set(op.outputs)
-                base = profile.resident_bytes + sum(graph.values[v].nbytes for v in held)
-                if base <= limit:
-                    fetch = len(graph.ops) + ops[t]
-                    cost = seconds + problem.op_time_s[fetch]
-                    after_fetch = (done, held, t if stages else -1)
-                    following.append((cost, after_fetch, (*order, fetch)))
             if any(f in done for f in followers[ops[t]]):
                 continue
             if t in done and (not op.recomputable or (stages and t <= last)):

@@ -94,7 +94,7 @@ class TorchTracedStep(TracedStep):
         scratch, left = [0] * len(alive), gradient_bytes(self.places.own, self.device)
         for node in self.program.nodes:
             if node.call is not None:
-                own = problem.op_workspace_bytes[node.id]
+                own = problem.profile.op_workspace_bytes[node.id]
                 own += left if self.graph.ops[node.id].phase == FORWARD else 0
                 scratch[node.call.at] = max(scratch[node.call.at], own)
         most = max((a + b for a, b in zip(alive, scratch, strict=True)), default=0)

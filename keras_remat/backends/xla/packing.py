@@ -70,7 +70,7 @@ def buffers_of(problem: Problem, schedule: Schedule, least_bytes: float = 1) -> 
     buffers: list[Buffer] = []
     held: dict[int, int] = {}  # value → its newest buffer
     for k, instances in enumerate(last_reads(problem, schedule)):
-        op = problem.ops[schedule.order[k]]
+        op = problem.graph.ops[schedule.order[k]]
         free = [
             held[v]
             for v in op.may_reuse
@@ -87,8 +87,8 @@ def buffers_of(problem: Problem, schedule: Schedule, least_bytes: float = 1) -> 
             else:
                 free.remove(held[value])
                 buffers[held[value]] = buffers[held[value]]._replace(last=last)
-        if problem.op_workspace_bytes[op.id] >= least_bytes:
-            buffers.append(Buffer(problem.op_workspace_bytes[op.id], k, k))
+        if problem.profile.op_workspace_bytes[op.id] >= least_bytes:
+            buffers.append(Buffer(problem.profile.op_workspace_bytes[op.id], k, k))
     return buffers
 
 
@@ -135,7 +135,8 @@ def _with_one_more(problem: Problem, schedule: Schedule, nbytes: float) -> Itera
     for k, instances in enumerate(last_reads(problem, schedule)):
         large = {v: last for v, last in instances.items() if graph.values[v].nbytes >= nbytes}
         for at in range(k + 2, max(large.values(), default=k) + 1):
-            if any(last >= at and v in problem.ops[order[at]].inputs for v, last in large.items()):
+            inputs = graph.ops[order[at]].inputs
+            if any(last >= at and v in inputs for v, last in large.items()):
                 yield Schedule((*order[:at], order[k], *order[at:]))
 
 

@@ -24,15 +24,14 @@ SAMPLE = 40
 
 
 def lower_bound_s(problem: Problem, *, deadline: Deadline) -> float:
-    """Returns seconds that no legal schedule within the budget beats; at least the store-all time,
-    and just that where values can be fetched.
+    """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
 
     Args:
         problem: with a budget or without.
         deadline: no cut is tried after it.
     """
     best = problem.store_all_time_s
-    if problem.budget_bytes is None or problem.fetches:
+    if problem.budget_bytes is None:
         return best
     for op_id in promising_cuts(problem):
         if deadline.is_over:

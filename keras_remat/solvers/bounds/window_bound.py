@@ -63,8 +63,7 @@ def lower_bound_s(
     known_s: float = float("inf"),
     relax: bool = False,
 ) -> float:
-    """Returns seconds that no legal schedule within the budget beats; at least the store-all time,
-    and just that where values can be fetched.
+    """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
 
     Args:
         problem: with a budget.
@@ -75,7 +74,7 @@ def lower_bound_s(
         relax: solve the linear relaxation, which is no bound before it is solved.
     """
     total = problem.store_all_time_s
-    if problem.budget_bytes is None or problem.fetches or not cuts:
+    if problem.budget_bytes is None or not cuts:
         return total
     unit = max(total, 1e-12)
     program = _program(problem, cuts, unit)

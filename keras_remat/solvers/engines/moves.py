@@ -13,8 +13,7 @@ a move that it helps where the peak does not.
 The state is three arrays, so that a call passes little: ``live`` has the bytes alive per cell and
 at the end of the step; ``f`` the seconds of all runs and, from entry 1, of each op; ``s``
 everything else. ``s[NAME]`` is a number or where a table begins: ``s[s[RUNS] + op · s[LIMIT] + k]``
-is the cell of run ``k`` of an op. An *id* is an op or its fetch (:mod:`keras_remat.core.offload`),
-which is another run of the op. The semantics is that of :mod:`keras_remat.core.simulate`; a test
+is the cell of run ``k`` of an op. The semantics is that of :mod:`keras_remat.core.simulate`; a test
 compares them after every change.
 
 One file, though long: Numba compiles again when the file of a function changed, and knows nothing
@@ -43,8 +42,7 @@ from keras_remat.solvers.engines.native import jit
     N_OPS,
     N_VALUES,
     RESIDENT,  # bytes
-    FETCHES,  # whether anything can be fetched
-    OP_AT,  # per cell the id, or -1
+    OP_AT,  # per cell the op, or -1
     REUSED,  # bytes taken over per cell
     RUNS,  # cells of the runs of an op, ascending, LIMIT places for each
     N_RUNS,
@@ -55,7 +53,7 @@ from keras_remat.solvers.engines.native import jit
     AGAIN_PLACE,
     LOG,  # changes of a move: (op, cell) inserted, (op, ~cell) removed
     TOUCHED,  # cells in which what is taken over may have changed
-    INPUTS,  # of an id, from INPUT_AT of the id to INPUT_AT of the next
+    INPUTS,  # of an op, from INPUT_AT of the op to INPUT_AT of the next
     INPUT_AT,
     OUTPUTS,
     OUTPUT_AT,
@@ -70,17 +68,15 @@ from keras_remat.solvers.engines.native import jit
     WORKSPACE,
     RECOMPUTABLE,
     MOVABLE,  # ops of the order
-    BIG,  # values that can be computed again, or fetched, and hold bytes
+    BIG,  # values that can be computed again, and hold bytes
     KEPT,  # values alive at the end
-) = range(42)
+) = range(41)
 """Where the numbers of ``s`` are, and from OP_AT on where it says that its tables begin."""
 
 DRAWS = 6
 """Random numbers of a move."""
 CHAIN_OPS = 12
 """Most runs that one move adds."""
-FLIPS = 0.1
-"""Share of the moves that flip a fetch, where there are fetches."""
 REACHES = (6, 30, 150, 1 << 30)
 """How far a run is moved at most, in cells."""
 
@@ -179,20 +175,11 @@ def update_reuse(s: Any, live: Any, count: int) -> None:
 
 
 @jit
-def source_of(s: Any, id: int) -> int:
-    """Returns the op of an id."""
-    return id if id < s[N_OPS] else id - s[N_OPS]
-
-
-@jit
-def can_insert(s: Any, id: int, cell: int) -> bool:
-    """Returns whether the cell is empty and one more run there breaks none of S1, S3, S4 and S5."""
+def can_insert(s: Any, op: int, cell: int) -> bool:
+    """Returns whether the cell is empty and one more run there breaks none of S1, S3 and S4."""
     limit = s[LIMIT]
-    op = source_of(s, id)
     if s[s[OP_AT] + cell] >= 0 or s[s[N_RUNS] + op] >= limit:
         return False
-    if op != id:
-        return bool(s[s[N_RUNS] + op] and s[s[RUNS] + op * limit] < cell)
     for k in range(s[s[INPUT_AT] + op], s[s[INPUT_AT] + op + 1]):
         producer = s[s[PRODUCER] + s[s[INPUTS] + k]]
         if s[s[N_RUNS] + producer] == 0 or s[s[RUNS] + producer * limit] >= cell:
@@ -200,8 +187,6 @@ def can_insert(s: Any, id: int, cell: int) -> bool:
     for k in range(s[s[BEFORE_AT] + op], s[s[BEFORE_AT] + op + 1]):
         earlier = s[s[BEFORE] + k]
         count = s[s[N_RUNS] + earlier]
-        while count > 1 and s[s[OP_AT] + s[s[RUNS] + earlier * limit + count - 1]] != earlier:
-            count -= 1  # fetches may come later
         if count and s[s[RUNS] + earlier * limit + count - 1] > cell:
             return False
     for k in range(s[s[LATER_AT] + op], s[s[LATER_AT] + op + 1]):
@@ -253,14 +238,13 @@ def count_run(s: Any, op: int, change: int) -> None:
 
 
 @jit
-def insert(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
-    """Runs an id in a cell; returns whether that was legal, and changes nothing if it was not."""
-    if not can_insert(s, id, cell):
+def insert(s: Any, live: Any, f: Any, op: int, cell: int) -> bool:
+    """Runs an op in a cell; returns whether that was legal, and changes nothing if it was not."""
+    if not can_insert(s, op, cell):
         return False
-    op = source_of(s, id)
     touched = 1
     s[s[TOUCHED]] = cell
-    for k in range(s[s[INPUT_AT] + id], s[s[INPUT_AT] + id + 1]):
+    for k in range(s[s[INPUT_AT] + op], s[s[INPUT_AT] + op + 1]):
         value = s[s[INPUTS] + k]
         last = last_read(s, value, runs_before(s, s[s[PRODUCER] + value], cell) - 1)
         if last < cell:
@@ -291,10 +275,10 @@ def insert(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
             touched += 1
         s[s[TOUCHED] + touched] = last
         touched += 1
-    s[s[OP_AT] + cell] = id
-    if s[s[WORKSPACE] + id]:
-        shift(s, live, cell, cell + 1, s[s[WORKSPACE] + id])
-    f[0] += f[1 + id]
+    s[s[OP_AT] + cell] = op
+    if s[s[WORKSPACE] + op]:
+        shift(s, live, cell, cell + 1, s[s[WORKSPACE] + op])
+    f[0] += f[1 + op]
     if s[TAKES_OVER]:
         update_reuse(s, live, touched)
     return True
@@ -303,12 +287,12 @@ def insert(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
 @jit
 def can_remove(s: Any, cell: int) -> bool:
     """Returns whether everything that reads what the run in a cell writes could read an earlier
-    run, and no fetch becomes the first run."""
-    op = source_of(s, s[s[OP_AT] + cell])
+    run."""
+    op = s[s[OP_AT] + cell]
     at = runs_before(s, op, cell)
     if at:
         return True
-    if s[s[N_RUNS] + op] < 2 or s[s[OP_AT] + s[s[RUNS] + op * s[LIMIT] + 1]] != op:
+    if s[s[N_RUNS] + op] < 2:
         return False
     for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
         if last_read(s, s[s[OUTPUTS] + k], 0) != cell:
@@ -322,11 +306,10 @@ def remove(s: Any, live: Any, f: Any, cell: int) -> bool:
     not."""
     if not can_remove(s, cell):
         return False
-    id = s[s[OP_AT] + cell]
-    op = source_of(s, id)
+    op = s[s[OP_AT] + cell]
     at = runs_before(s, op, cell)
     first = op * s[LIMIT]
-    own = s[s[REUSED] + cell] - s[s[WORKSPACE] + id]
+    own = s[s[REUSED] + cell] - s[s[WORKSPACE] + op]
     if own:
         shift(s, live, cell, cell + 1, own)
     s[s[REUSED] + cell] = 0
@@ -346,7 +329,7 @@ def remove(s: Any, live: Any, f: Any, cell: int) -> bool:
     for k in range(at, s[s[N_RUNS] + op] - 1):
         s[s[RUNS] + first + k] = s[s[RUNS] + first + k + 1]
     count_run(s, op, -1)
-    for k in range(s[s[INPUT_AT] + id], s[s[INPUT_AT] + id + 1]):
+    for k in range(s[s[INPUT_AT] + op], s[s[INPUT_AT] + op + 1]):
         value = s[s[INPUTS] + k]
         remove_read(s, value, cell)
         last = last_read(s, value, runs_before(s, s[s[PRODUCER] + value], cell + 1) - 1)
@@ -354,19 +337,19 @@ def remove(s: Any, live: Any, f: Any, cell: int) -> bool:
             shift(s, live, last + 1, cell + 1, -s[s[NBYTES] + value])
             s[s[TOUCHED] + touched] = last
             touched += 1
-    f[0] -= f[1 + id]
+    f[0] -= f[1 + op]
     if s[TAKES_OVER]:
         update_reuse(s, live, touched)
     return True
 
 
 @jit
-def add(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
+def add(s: Any, live: Any, f: Any, op: int, cell: int) -> bool:
     """Inserts a run and logs that."""
-    if not insert(s, live, f, id, cell):
+    if not insert(s, live, f, op, cell):
         return False
     at = 2 * s[LOGGED]
-    s[s[LOG] + at], s[s[LOG] + at + 1] = id, cell
+    s[s[LOG] + at], s[s[LOG] + at + 1] = op, cell
     s[LOGGED] += 1
     return True
 
@@ -374,11 +357,11 @@ def add(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
 @jit
 def take(s: Any, live: Any, f: Any, cell: int) -> bool:
     """Removes a run and logs that."""
-    id = s[s[OP_AT] + cell]
+    op = s[s[OP_AT] + cell]
     if not remove(s, live, f, cell):
         return False
     at = 2 * s[LOGGED]
-    s[s[LOG] + at], s[s[LOG] + at + 1] = id, ~cell
+    s[s[LOG] + at], s[s[LOG] + at + 1] = op, ~cell
     s[LOGGED] += 1
     return True
 
@@ -429,15 +412,6 @@ def full_cell(s: Any, live: Any, draw: float) -> int:
 
 
 @jit
-def way_back(s: Any, op: int, draw: float) -> int:
-    """Returns the id of one more run of an op: the op or its fetch, by chance; -1 where there is
-    none."""
-    if s[FETCHES] and (draw * 8837.0 % 1.0 < 0.5 or not s[s[RECOMPUTABLE] + op]):
-        return int(op + s[N_OPS])
-    return op if s[s[RECOMPUTABLE] + op] else -1
-
-
-@jit
 def evict_across(s: Any, live: Any, f: Any, cell: int, draw: float, bound_s: float) -> bool:
     """Brings back a value that is alive across a cell, just before its next read there."""
     count = s[N_BIG]
@@ -450,8 +424,7 @@ def evict_across(s: Any, live: Any, f: Any, cell: int, draw: float, bound_s: flo
         value = s[s[BIG] + at]
         op = s[s[PRODUCER] + value]
         run = runs_before(s, op, cell)
-        id = way_back(s, op, draw)
-        if run == 0 or f[1 + id] > bound_s:
+        if run == 0 or f[1 + op] > bound_s:
             continue
         if last_read(s, value, run - 1) <= cell:
             continue
@@ -461,7 +434,7 @@ def evict_across(s: Any, live: Any, f: Any, cell: int, draw: float, bound_s: flo
             k -= 1
         target = empty_before(s, s[s[READS] + start + k], s[s[RUNS] + op * s[LIMIT] + run - 1])
         if target >= 0:
-            return add(s, live, f, id, target)
+            return add(s, live, f, op, target)
     return False
 
 
@@ -474,13 +447,12 @@ def evict_before(s: Any, live: Any, f: Any, reader: int, draw: float, bound_s: f
     which = draw * count
     value = s[s[INPUTS] + s[s[INPUT_AT] + reader] + int(which)]
     op = s[s[PRODUCER] + value]
-    id = way_back(s, op, draw)
-    if id < 0 or f[1 + id] > bound_s:
+    if not s[s[RECOMPUTABLE] + op] or f[1 + op] > bound_s:
         return False
     cell = s[s[RUNS] + reader * s[LIMIT] + int(which % 1.0 * s[s[N_RUNS] + reader])]
     run = runs_before(s, op, cell)
     target = empty_before(s, cell, s[s[RUNS] + op * s[LIMIT] + run - 1])
-    return target >= 0 and add(s, live, f, id, target)
+    return target >= 0 and add(s, live, f, op, target)
 
 
 @jit
@@ -496,8 +468,7 @@ def extend(s: Any, live: Any, f: Any, draw: float) -> None:
             value = s[s[INPUTS] + k]
             op = s[s[PRODUCER] + value]
             draw = draw * 769.0 % 1.0
-            id = way_back(s, op, draw)
-            if draw < 0.3 or id < 0 or s[LOGGED] >= CHAIN_OPS:
+            if draw < 0.3 or not s[s[RECOMPUTABLE] + op] or s[LOGGED] >= CHAIN_OPS:
                 continue
             write = s[s[RUNS] + op * s[LIMIT] + runs_before(s, op, cell) - 1]
             start, at = s[s[READ_AT] + value], 0
@@ -512,7 +483,7 @@ def extend(s: Any, live: Any, f: Any, draw: float) -> None:
             if cell - last > REACHES[1] and after - cell > REACHES[1]:
                 target = empty_before(s, cell, last)
                 if target >= 0:
-                    add(s, live, f, id, target)
+                    add(s, live, f, op, target)
 
 
 @jit
@@ -548,29 +519,13 @@ def sweep(s: Any, live: Any, f: Any) -> None:
 
 
 @jit
-def flip(s: Any, live: Any, f: Any, op: int, draw: float) -> bool:
-    """Fetches in a cell what is computed again there, or the other way round."""
-    cell = s[s[RUNS] + op * s[LIMIT] + 1 + int(draw * (s[s[N_RUNS] + op] - 1))]
-    fetches = s[s[OP_AT] + cell] != op
-    if (fetches and not s[s[RECOMPUTABLE] + op]) or not take(s, live, f, cell):
-        return False
-    if not fetches:
-        sweep(s, live, f)
-    if add(s, live, f, op if fetches else op + s[N_OPS], cell):
-        return True
-    undo(s, live, f)
-    return False
-
-
-@jit
 def move(s: Any, live: Any, f: Any, op: int, pick: float, reach: int, draw: float) -> bool:
     """Moves a random run of an op within the cells that its producers and readers leave it."""
     limit = s[LIMIT]
     which = int(pick * s[s[N_RUNS] + op])
     cell = s[s[RUNS] + op * limit + which]
-    id = s[s[OP_AT] + cell]
     low, high = max(0, cell - reach), min(s[END] - 1, cell + reach)
-    for k in range(s[s[INPUT_AT] + id], s[s[INPUT_AT] + id + 1]):
+    for k in range(s[s[INPUT_AT] + op], s[s[INPUT_AT] + op + 1]):
         low = max(low, s[s[RUNS] + s[s[PRODUCER] + s[s[INPUTS] + k]] * limit] + 1)
     if which == 0:
         for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
@@ -580,7 +535,7 @@ def move(s: Any, live: Any, f: Any, op: int, pick: float, reach: int, draw: floa
     if high <= low:
         return False
     target = empty_near(s, low + int(draw * (high - low + 1)), low, high)
-    if target < 0 or not add(s, live, f, id, target):
+    if target < 0 or not add(s, live, f, op, target):
         return False
     if take(s, live, f, cell):
         return True
@@ -595,8 +550,6 @@ def change(s: Any, live: Any, f: Any, draws: Any, at: int, bound_s: float) -> bo
     s[LOGGED] = 0
     kind = draws[at]
     again = s[N_AGAIN]
-    if s[FETCHES] and again and draws[at + 5] * 9973.0 % 1.0 < FLIPS:
-        return flip(s, live, f, s[s[AGAIN] + int(draws[at + 1] * again)], draws[at + 2])
     if kind < 0.45:
         op = s[s[MOVABLE] + int(draws[at + 1] * s[N_MOVABLE])]
         if again and kind < 0.12:

@@ -89,7 +89,7 @@ class Timeline:
 
 
 def order_of(op_at: Iterable[int]) -> tuple[int, ...]:
-    """Returns the ops and fetches in cells, without the empty ones."""
+    """Returns the ops in cells, without the empty ones."""
     return tuple(int(op_id) for op_id in op_at if op_id >= 0)
 
 
@@ -105,10 +105,10 @@ def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[An
         k: the kernel, which names what the state consists of.
     """
     graph = problem.graph
-    runs = Counter(map(problem.source_of, order))
+    runs = Counter(order)
     limit = max(runs.values(), default=1) + SPARE_RUNS
     producer = [-1 if value.producer is None else value.producer for value in graph.values]
-    later: list[list[int]] = [[] for _ in problem.ops]
+    later: list[list[int]] = [[] for _ in graph.ops]
     for op in graph.ops:
         for earlier in op.after:
             later[earlier].append(op.id)
@@ -132,7 +132,7 @@ def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[An
         k.TOUCHED: np.zeros(most + 8),
         k.NBYTES: [value.nbytes for value in graph.values],
         k.PRODUCER: producer,
-        k.WORKSPACE: problem.op_workspace_bytes,
+        k.WORKSPACE: problem.profile.op_workspace_bytes,
         k.RECOMPUTABLE: [op.recomputable for op in graph.ops],
         k.MOVABLE: sorted(runs),
         k.BIG: [
@@ -140,15 +140,15 @@ def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[An
             for value in graph.values
             if value.nbytes
             and producer[value.id] in runs
-            and (problem.fetches or graph.ops[producer[value.id]].recomputable)
+            and graph.ops[producer[value.id]].recomputable
         ],
         k.KEPT: sorted(set(graph.outputs)),
     }
     lists: list[tuple[int, int, Sequence[Sequence[int]]]] = [
-        (k.INPUTS, k.INPUT_AT, [computed(op.inputs) for op in problem.ops]),
-        (k.OUTPUTS, k.OUTPUT_AT, [op.outputs for op in problem.ops]),
-        (k.REUSE, k.REUSE_AT, [computed(op.may_reuse) for op in problem.ops]),
-        (k.BEFORE, k.BEFORE_AT, [op.after for op in problem.ops]),
+        (k.INPUTS, k.INPUT_AT, [computed(op.inputs) for op in graph.ops]),
+        (k.OUTPUTS, k.OUTPUT_AT, [op.outputs for op in graph.ops]),
+        (k.REUSE, k.REUSE_AT, [computed(op.may_reuse) for op in graph.ops]),
+        (k.BEFORE, k.BEFORE_AT, [op.after for op in graph.ops]),
         (k.LATER, k.LATER_AT, later),
     ]
     for table, place, members in lists:
@@ -165,11 +165,10 @@ def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[An
         k.N_OPS: len(graph.ops),
         k.N_VALUES: len(graph.values),
         k.RESIDENT: problem.profile.resident_bytes,
-        k.FETCHES: problem.fetches,
     }
     parts = [np.asarray(tables[at], dtype=np.int64) for at in sorted(tables)]
     head = [numbers.get(at, 0) for at in range(k.OP_AT)]
     begins = k.OP_AT + len(parts) + np.cumsum([0, *map(len, parts[:-1])])
     s = np.concatenate([np.asarray(head, dtype=np.int64), begins, *parts])
-    f = np.asarray([0.0, *problem.op_time_s])
+    f = np.asarray([0.0, *problem.profile.op_time_s])
     return s, np.zeros(end + 1, dtype=np.int64), f

@@ -43,7 +43,7 @@ def trimmed(problem: Problem, order: Sequence[int], budget_bytes: int) -> tuple[
 
 def _removable(problem: Problem, order: tuple[int, ...], budget_bytes: int) -> set[int]:
     """Returns positions that can be removed together."""
-    graph, time_s = problem.graph, problem.op_time_s
+    graph, time_s = problem.graph, problem.profile.op_time_s
     live = live_bytes(problem, Schedule(order))
     if len(live) == 0 or live.max() > budget_bytes:
         return set()
@@ -51,25 +51,24 @@ def _removable(problem: Problem, order: tuple[int, ...], budget_bytes: int) -> s
     newest: dict[int, int] = {}
     repeats: list[tuple[float, int, int]] = []
     for at, op_id in enumerate(order):
-        source = problem.source_of(op_id)
-        before = newest.get(source)
+        before = newest.get(op_id)
         if before is not None:
             cost = sum(
-                graph.values[v].nbytes * (at - born[before][v]) for v in problem.ops[op_id].outputs
+                graph.values[v].nbytes * (at - born[before][v]) for v in graph.ops[op_id].outputs
             )
             repeats.append((-(time_s[op_id] + 1e-12) / (cost + 1), at, before))
-        newest[source] = at
+        newest[op_id] = at
     removed: set[int] = set()
     busy: set[int] = set()  # instances whose end has changed in this pass
     for _, at, before in sorted(repeats):
         if at in busy or before in busy:
             continue
-        op = problem.ops[order[at]]
+        op = graph.ops[order[at]]
         growth = np.zeros(at - before, dtype=np.int64)  # of positions before .. at - 1
         for v in op.outputs:
             end = born[before][v]
             # a takeover at its last read no longer happens
-            first = end if v in problem.ops[order[end]].may_reuse else end + 1
+            first = end if v in graph.ops[order[end]].may_reuse else end + 1
             growth[first - before :] += graph.values[v].nbytes
         if int((live[before:at] + growth).max()) <= budget_bytes:
             live[before:at] += growth

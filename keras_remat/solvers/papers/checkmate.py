@@ -3,10 +3,9 @@
 Jain et al. 2020, *Checkmate: Breaking the memory wall with optimal tensor rematerialization*, arXiv
 1910.02653, eq. 1 to 9 with the frontier-advancing stages of sec. 4.6. Stage t (from 0) runs op t of
 the default order for the first time, after whatever it recomputes, in ascending order; one more
-stage at the end may recompute outputs. R[t, i] says that op i runs in stage t, G[t, i] that its
-values are fetched (:mod:`keras_remat.core.offload`; not in the paper), S[t, v] that value v
-is kept from stage t − 1 into t, U[t, k] what is alive while op k of stage t runs, F[t, v, k] that v
-is freed after it. Written for values and not for ops, so that ops may have several outputs.
+stage at the end may recompute outputs. R[t, i] says that op i runs in stage t, S[t, v] that value
+v is kept from stage t − 1 into t, U[t, k] what is alive while op k of stage t runs, F[t, v, k] that
+v is freed after it. Written for values and not for ops, so that ops may have several outputs.
 
 What differs from the letter of the paper, none of it changing the optimum:
 
@@ -55,7 +54,6 @@ class Program(LinearProgram):
     Attributes:
         ops: the default order.
         run: R[t, i] → variable.
-        fetch: G[t, i] → variable.
         keep: S[t, v] → variable.
     """
 
@@ -63,7 +61,6 @@ class Program(LinearProgram):
         super().__init__(deadline)
         self.problem, self.ops = problem, ops
         self.run: dict[tuple[int, int], int] = {}
-        self.fetch: dict[tuple[int, int], int] = {}
         self.keep: dict[tuple[int, int], int] = {}
 
     def seconds(self, cost: float) -> float:
@@ -74,10 +71,9 @@ class Program(LinearProgram):
     def order(self, x: np.ndarray) -> list[int]:
         """Returns the order that a solution stands for: per stage what it runs, ascending."""
         stages = [*([(t, op_id)] for t, op_id in enumerate(self.ops)), list[tuple[int, int]]()]
-        for first, variables in ((0, self.run), (len(self.problem.graph.ops), self.fetch)):
-            for (t, i), column in variables.items():
-                if x[column] > 0.5:
-                    stages[t].append((i, first + self.ops[i]))
+        for (t, i), column in self.run.items():
+            if x[column] > 0.5:
+                stages[t].append((i, self.ops[i]))
         return [op_id for stage in stages for _, op_id in sorted(stage)]
 
     def stages_over(self, order: list[int], live: np.ndarray, budget_bytes: int) -> set[int]:
@@ -93,31 +89,27 @@ class Program(LinearProgram):
         return over
 
 
-def last_useful_stages(
-    problem: Problem, ops: tuple[int, ...]
-) -> tuple[list[int], list[int], list[int]]:
-    """Returns until which stage running or fetching each op, and keeping each value, can help.
+def last_useful_stages(problem: Problem, ops: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Returns until which stage running each op, and keeping each value, can help.
 
     Returns:
         Per position of the default order the last stage in which a run is allowed and useful (its
-        own stage when only the first is), and the same for a fetch; per value the last stage in
-        which it can be read, ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
+        own stage when only the first is); per value the last stage in which it can be read,
+        ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
     """
     graph = problem.graph
     n, allowed_until = len(ops), last_runs(problem, ops)
     read_until = [-1] * len(graph.values)
     for v in graph.outputs:
         read_until[v] = n + 1
-    run_until, fetch_until = list(range(n)), list(range(n))
+    run_until = list(range(n))
     for t in reversed(range(n)):
         op = graph.ops[ops[t]]
         useful = max((read_until[v] for v in op.outputs), default=t)
         run_until[t] = max(t, min(allowed_until[ops[t]], useful))
-        if problem.fetches:
-            fetch_until[t] = max(t, useful)
         for v in op.inputs:
             read_until[v] = max(read_until[v], run_until[t])
-    return run_until, fetch_until, read_until
+    return run_until, read_until
 
 
 def build(
@@ -180,19 +172,16 @@ class _Writer:
         self.program = Program(problem, self.ops, deadline)
 
     def add_variables(self) -> None:
-        """Adds R, G and S where they can help."""
+        """Adds R and S where they can help."""
         program, ops = self.program, self.ops
-        run_until, fetch_until, read_until = last_useful_stages(self.problem, ops)
+        run_until, read_until = last_useful_stages(self.problem, ops)
         cost_scale = COST_OF_STORE_ALL / (self.problem.store_all_time_s or 1.0)
-        op_time_s, count = self.problem.op_time_s, len(self.graph.ops)
+        op_time_s = self.problem.profile.op_time_s
         for t in range(self.n + 1):
             for i in range(t):
                 if t <= run_until[i]:
                     cost = op_time_s[ops[i]] * cost_scale
                     program.run[t, i] = program.variable(cost, integral=True)
-                if t <= fetch_until[i]:
-                    cost = op_time_s[count + ops[i]] * cost_scale
-                    program.fetch[t, i] = program.variable(cost, integral=True)
         for v, i in self.made_by.items():
             for t in range(i + 1, read_until[v] + 1):
                 program.keep[t, v] = program.variable(integral=True)
@@ -204,11 +193,6 @@ class _Writer:
         run = self.program.run
         return ([(run[t, i], 1.0)], 0.0) if (t, i) in run else ([], 0.0)
 
-    def made(self, t: int, i: int) -> tuple[Terms, float]:
-        """Returns R[t, i] + G[t, i] as (terms, constant)."""
-        (terms, constant), fetch = self.running(t, i), self.program.fetch
-        return terms + ([(fetch[t, i], 1.0)] if (t, i) in fetch else []), constant
-
     def kept(self, t: int, v: int) -> Terms:
         """Returns S[t, v] as terms."""
         keep = self.program.keep
@@ -216,8 +200,8 @@ class _Writer:
 
     def stage_ops(self, t: int) -> list[int]:
         """Returns the ops that may run in stage t, ascending; the last stage adds no new op."""
-        run, fetch = self.program.run, self.program.fetch
-        return [i for i in range(min(t + 1, self.n)) if i == t or (t, i) in run or (t, i) in fetch]
+        run = self.program.run
+        return [i for i in range(min(t + 1, self.n)) if i == t or (t, i) in run]
 
     def add_existence(self) -> None:
         """Adds eq. 1b and 1c: what is read or kept is there."""
@@ -226,11 +210,11 @@ class _Writer:
             for j in self.stage_ops(t):
                 terms, constant = self.running(t, j)
                 for v in self.inputs[j]:
-                    made_now, _ = self.made(t, self.made_by[v])
+                    made_now, _ = self.running(t, self.made_by[v])
                     negative = [(c, -1.0) for c, _ in made_now + self.kept(t, v)]
                     program.at_most(terms + negative, -constant)
         for (t, v), c in program.keep.items():  # eq. 1c: what is kept was computed or kept before
-            made_before, constant = self.made(t - 1, self.made_by[v])
+            made_before, constant = self.running(t - 1, self.made_by[v])
             before = [(d, -1.0) for d, _ in made_before + self.kept(t - 1, v)]
             program.at_most([(c, 1.0), *before], constant)
             if t == self.n + 1:
@@ -255,19 +239,18 @@ class _Writer:
         """Adds eq. 2 to 8: the memory within a stage."""
         program, keep, size = self.program, self.program.keep, self.size
         for v, i in self.made_by.items():
-            if (t, v) in keep and i < t and self.made(t, i)[0]:
-                program.at_most([(keep[t, v], 1.0), *self.made(t, i)[0]], 1.0)
+            if (t, v) in keep and i < t and self.running(t, i)[0]:
+                program.at_most([(keep[t, v], 1.0), *self.running(t, i)[0]], 1.0)
         # U[t, 0] without resident
         previous: Terms = [(keep[t, v], size[v]) for v in self.made_by if (t, v) in keep]
         freed: Terms = []
         for k in self.stage_ops(t):
             runs, constant = self.running(t, k)
-            makes, _ = self.made(t, k)  # the same constant
             alive = program.variable(ceiling=np.inf)
             made_bytes = sum(size[v] for v in self.outputs[k])
             # eq. 3: U[t, k] = U[t, k − 1] − freed after k − 1 + what k computes
             terms = [(alive, 1.0), *((c, -a) for c, a in previous), *freed]
-            terms += [(c, -made_bytes) for c, _ in makes]
+            terms += [(c, -made_bytes) for c, _ in runs]
             program.between(terms, made_bytes * constant, made_bytes * constant)
             freed, taken = self._add_frees(t, k)
             # eq. 8: within the budget
@@ -282,14 +265,14 @@ class _Writer:
         negative, what it takes over."""
         program, outputs = self.program, self.outputs
         keep, run = program.keep, program.run
-        (runs, constant), (makes, _) = self.running(t, k), self.made(t, k)
+        runs, constant = self.running(t, k)
         freed: Terms = []
         taken: Terms = []
         by_size: dict[int, list[int]] = {}
         for v in [*self.inputs[k], *outputs[k]]:
             free = program.variable()
             freed.append((free, self.size[v]))
-            there = [(c, -1.0) for c, _ in (makes if v in outputs[k] else runs)]
+            there = [(c, -1.0) for c, _ in runs]
             program.at_most([(free, 1.0), *there], constant)
             if (t + 1, v) in keep:
                 program.at_most([(free, 1.0), (keep[t + 1, v], 1.0)], 1.0)

@@ -25,8 +25,7 @@ from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import live_bytes
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines.milp import GAP, Backend, optimize
-from keras_remat.solvers.orders.fetch import recomputing
-from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.incumbent import Incumbent, run
 from keras_remat.solvers.papers import dtr
 from keras_remat.solvers.papers.checkmate import build
 
@@ -61,7 +60,7 @@ def solve(incumbent: Incumbent, seed: int, *, backend: Backend = "highs") -> Non
     fallback: Solution | None = None
     try:
         share_s = FALLBACK_SHARE * incumbent.deadline.seconds
-        fallback = recomputing(dtr.solve, problem, name="dtr", time_limit_s=share_s, seed=seed)
+        fallback = run(dtr.solve, problem, name="dtr", time_limit_s=share_s, seed=seed)
     except ScheduleNotFoundError as error:
         incumbent.least_peak_bytes = error.best_peak_bytes
     budget, detailed = problem.budget_bytes, set[int]()

@@ -9,11 +9,9 @@ when each value is read next (Belady's rule), whether an op may still run again 
     (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next
     need) ** b)
 
-goes first. Where values can be fetched (:mod:`keras_remat.core.offload`), the seconds are those of
-the fetch if it is faster, and an evicted value comes back by what is faster when it is asked for.
-An input of the running op that is read again later can go too where its buffer is taken over.
-Evicting late costs nothing: the derived lifetime of an evicted value ends at its last read, not at
-the moment of the decision.
+goes first. An input of the running op that is read again later can go too where its buffer is taken
+over. Evicting late costs nothing: the derived lifetime of an evicted value ends at its last read,
+not at the moment of the decision.
 
 DTR's own walk (:mod:`keras_remat.solvers.papers.dtr`) is another one on purpose: it locks inputs
 before they are there, takes the first that is missing, and may go over its budget. Why
@@ -22,7 +20,7 @@ there are three walks is said in :mod:`keras_remat.solvers.orders.demand`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,8 +73,8 @@ class Eviction:
         if problem.budget_bytes is None:
             raise ValueError("greedy eviction needs a budget")
         self.problem, self.graph, self.policy, self.deadline = problem, graph, policy, deadline
-        self.ops, self.base, self.budget = problem.ops, base, problem.budget_bytes
-        self.op_time_s = problem.op_time_s
+        self.ops, self.base, self.budget = graph.ops, base, problem.budget_bytes
+        self.op_time_s = problem.profile.op_time_s
         self.nbytes = [value.nbytes for value in graph.values]
         self.producer = [-1 if v.producer is None else v.producer for v in graph.values]
         # Of every op the inputs that an op computes; step inputs are always there.
@@ -96,7 +94,7 @@ class Eviction:
         self.alive = [producer < 0 for producer in self.producer]
         # left for recomputations
         self.spare_s = worse_than_s - sum(problem.profile.op_time_s[i] for i in base)
-        self.ran = [op.id >= len(graph.ops) for op in self.ops]  # a fetch is never a first run
+        self.ran = [False] * len(self.ops)
         self.born = list(self.alive)  # computed at least once
         self.held = problem.profile.resident_bytes
         self.order: list[int] = []
@@ -127,9 +125,9 @@ class Eviction:
         self.now = len(self.base)
         for value_id in self.graph.outputs:
             if not self.alive[value_id]:
-                way = self._way(self.producer[value_id])
-                self._materialize(way, limit)
-                self._execute(way)
+                producer = self.producer[value_id]
+                self._materialize(producer, limit)
+                self._execute(producer)
             self._lock(value_id)
         return tuple(self.order)
 
@@ -148,7 +146,7 @@ class Eviction:
             if missing:
                 if self.steps > limit:
                     raise StuckError("the recomputations exploded")
-                producers = list(dict.fromkeys(self._way(self.producer[v]) for v in missing))
+                producers = list(dict.fromkeys(self.producer[v] for v in missing))
                 if any(self.last_run[producer] < self.now for producer in producers):
                     raise StuckError("a value cannot be computed again")
                 if len(producers) > 1:
@@ -166,23 +164,6 @@ class Eviction:
                     if value_id in self.inputs[reader] and value_id not in kept:
                         self._lock(value_id)
                         kept.add(value_id)
-
-    def _way(self, op_id: int) -> int:
-        """Returns the op itself, or its fetch where that is possible and faster."""
-        if not self.problem.fetches or not self.ran[op_id]:
-            return op_id
-        return self._faster(op_id, self._missing(op_id, 200))
-
-    def _faster(self, op_id: int, closure: Collection[int]) -> int:
-        """Returns the fetch of an op where the ops of ``closure`` take longer or may not run again,
-        else the op."""
-        fetch = op_id + len(self.graph.ops)
-        if self.problem.fetches and (
-            self.op_time_s[fetch] <= sum(self.op_time_s[i] for i in closure)
-            or any(self.last_run[i] < self.now for i in closure)
-        ):
-            return fetch
-        return op_id
 
     def _bytes_to_compute(self, op_id: int) -> int:
         """Returns bytes of everything that has to be computed before ``op_id`` can run, and of what
@@ -233,8 +214,7 @@ class Eviction:
                 self._drop(v)
 
     def _settle(self, op_id: int) -> None:
-        """Notes that ``op_id`` or its fetch runs now, and is pending no more."""
-        op_id = self.problem.source_of(op_id)
+        """Notes that ``op_id`` runs now, and is pending no more."""
         if self.pending[op_id]:
             self.pending[op_id] = False
             self.earliest[op_id], self.latest[op_id] = len(self.base), -1
@@ -263,7 +243,7 @@ class Eviction:
 
     def _needed(self, op: Op, new: list[int]) -> int:
         """Returns bytes to allocate before ``op`` can run and compute ``new``."""
-        needed = sum(self.nbytes[v] for v in new) + self.problem.op_workspace_bytes[op.id]
+        needed = sum(self.nbytes[v] for v in new) + self.problem.profile.op_workspace_bytes[op.id]
         if self._takes_over(op, new):
             needed -= reused_bytes(op, self.graph.values, self._dying(op))
         return needed
@@ -326,7 +306,7 @@ class Eviction:
             producer >= 0
             and self.alive[value_id]
             and not self.kept[value_id]
-            and (self.problem.fetches or self.last_run[producer] >= self.now)
+            and self.last_run[producer] >= self.now
         )
 
     def _refresh(self) -> None:
@@ -338,10 +318,7 @@ class Eviction:
 
     def _appraise(self, value_id: int) -> None:
         """Notes what the eviction of a value would cost, and when it will be needed again."""
-        producer = self.producer[value_id]
-        missing = self._missing(producer, 200)
-        way = self._faster(producer, missing)
-        missing = missing if way == producer else [way]
+        missing = self._missing(self.producer[value_id], 200)
         self.cost[value_id] = sum(self.op_time_s[i] for i in missing) + 0.01 * self.tick_s
         pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
         self.need[value_id] = min([*self.reads[value_id][-1:], *pending], default=len(self.base))
@@ -361,20 +338,14 @@ class Eviction:
 
     def _evict(self, value_id: int) -> bool:
         """Evicts a value if it can be computed again whenever it will be asked for."""
-        if not self._wanted(value_id):  # what was to be computed from it was fetched
-            self._drop(value_id)
-            return True
         producer = self.producer[value_id]
         readers = self.pending_readers[value_id]
         base_need = self.reads[value_id][-1:]
         latest = max(base_need + [self.latest[r] for r in readers])
         earliest = min(base_need + [self.earliest[r] for r in readers])
         closure = self._missing(producer, len(self.ops))
-        too_late = any(self.last_run[op_id] < latest for op_id in closure)
-        if too_late and not self.problem.fetches:
+        if any(self.last_run[op_id] < latest for op_id in closure):
             return False
-        if too_late or self._faster(producer, closure) != producer:
-            closure = []
         self._drop(value_id)
         for op_id in closure:
             self.pending[op_id] = True
@@ -388,10 +359,10 @@ class Eviction:
 
 def _small_values(problem: Problem) -> list[bool]:
     """Returns which values are kept for good: the smallest ones, as many as hold :data:`KEPT_SHARE`
-    of the budget together; none where values can be fetched."""
+    of the budget together."""
     values = problem.graph.values
     kept = [False] * len(values)
-    left = -1 if problem.fetches else int(KEPT_SHARE * (problem.budget_bytes or 0))
+    left = int(KEPT_SHARE * (problem.budget_bytes or 0))
     for value in sorted(values, key=lambda value: value.nbytes):
         if value.producer is not None:
             left -= value.nbytes

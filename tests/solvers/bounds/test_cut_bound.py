@@ -4,7 +4,6 @@ takes room at a cut."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from graph_builder import Builder
@@ -12,7 +11,6 @@ from random_problems import chain_problem
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value, chain_example
-from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
@@ -70,11 +68,6 @@ def test_it_mostly_sees_that_something_must_run_again() -> None:
     ]
     assert len(dear) > 15
     assert sum(bound(problem) > problem.store_all_time_s for problem in dear) > len(dear) / 2
-
-
-def test_what_can_be_fetched_need_not_run_again() -> None:
-    free = replace(example(10), offload=Offload(float("inf")))
-    assert bound(example(10)) > bound(free) == free.store_all_time_s
 
 
 def test_running_example_must_recompute_a() -> None:

@@ -3,7 +3,6 @@ what one cut sees."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,6 @@ from random_problems import (
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value, chain_example
-from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.topology import predecessors
@@ -80,11 +78,6 @@ def test_on_a_chain_it_is_the_optimum(layers: int, budget: int) -> None:
     problem = chain_problem(layers).with_budget(budget)
     assert optimum(problem) > problem.store_all_time_s
     assert bound(problem) == pytest.approx(optimum(problem), rel=1e-5)
-
-
-def test_what_can_be_fetched_need_not_run_again() -> None:
-    free = replace(example(10), offload=Offload(float("inf")))
-    assert bound(example(10)) > bound(free) == free.store_all_time_s
 
 
 def test_running_example_must_recompute_a() -> None:

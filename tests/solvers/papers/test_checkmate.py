@@ -89,7 +89,7 @@ def test_paper_example_8_layers_frontier_advancing() -> None:
 
 def test_useless_variables_are_left_out() -> None:
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), 7)
-    run_until, _, read_until = last_useful_stages(problem, (0, 1, 2, 3, 4))
+    run_until, read_until = last_useful_stages(problem, (0, 1, 2, 3, 4))
     assert run_until == [
         5,
         5,
@@ -107,7 +107,6 @@ def test_useless_variables_are_left_out() -> None:
     )
     assert last_useful_stages(kept_output, (0, 1, 2, 3, 4)) == (
         [4, 4, 4, 4, 4],
-        [0, 1, 2, 3, 4],
         [4, 4, 4, 4, 6],
     )
     program = build(problem)
