@@ -6,8 +6,8 @@ alone remembers what was seen of it. It belongs to the backend, which is made an
 ``fit``.
 
 There are three kinds. Where the framework runs op by op, the allocator is replayed
-(:class:`keras_remat.backends.tensorflow.memory.replay.ReplayedMemory`). Where a compiler packs all
-temporaries into one buffer, the model of its fusion is simulated
+(:class:`keras_remat.backends.tensorflow.memory.replayed.ReplayedMemory`). Where a compiler packs
+all temporaries into one buffer, the model of its fusion is simulated
 (:class:`keras_remat.backends.xla.compiled_memory.CompiledMemory`). Where nothing can be asked, the
 bytes alive are all that is known (:class:`SimulatedMemory`). All three learn by
 :class:`Calibration`.

@@ -13,7 +13,7 @@ import pytest
 from fake_backend import chain_problem, store_all_peak
 
 from keras_remat.backends.memory import SimulatedMemory
-from keras_remat.backends.tensorflow.memory.replay import ReplayedMemory
+from keras_remat.backends.tensorflow.memory.replayed import ReplayedMemory
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import InfeasibleBudgetError

@@ -19,14 +19,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TYPE_CHECKING
 
 from keras_remat.backends.tensorflow.memory.best_fit import rounded
+from keras_remat.backends.tensorflow.memory.replay import Replay, Run, Uses
 from keras_remat.core.graph import Graph
 from keras_remat.core.schedule import Schedule
-
-if TYPE_CHECKING:
-    from keras_remat.backends.tensorflow.memory.replay import Replay, Run, Uses
 
 #: Tries in all, and since the last that left less: each replays the step.
 _MOST_TRIES, _PATIENCE = 300, 100

@@ -23,7 +23,7 @@ from keras_remat.backends.tensorflow.memory import (
     measure,
     variables,
 )
-from keras_remat.backends.tensorflow.memory.replay import ReplayedMemory
+from keras_remat.backends.tensorflow.memory.replayed import ReplayedMemory
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.ordered import profile as profiling
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep

@@ -9,7 +9,8 @@ from random_problems import mixed_problem, seeds
 from random_schedules import random_schedule
 
 from keras_remat.backends.tensorflow.memory import gaps
-from keras_remat.backends.tensorflow.memory.replay import Replay, ReplayedMemory, Uses
+from keras_remat.backends.tensorflow.memory.replay import Replay, Uses
+from keras_remat.backends.tensorflow.memory.replayed import ReplayedMemory
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile

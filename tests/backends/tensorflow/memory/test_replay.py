@@ -2,10 +2,10 @@
 
 import pytest
 
-from keras_remat.backends.tensorflow.memory import replay
+from keras_remat.backends.tensorflow.memory import replayed
 from keras_remat.backends.tensorflow.memory.best_fit import Extent
 from keras_remat.backends.tensorflow.memory.pool import Pool
-from keras_remat.backends.tensorflow.memory.replay import ReplayedMemory
+from keras_remat.backends.tensorflow.memory.replayed import ReplayedMemory
 from keras_remat.core.graph import Graph, Op, Value, chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -103,7 +103,7 @@ def test_what_was_measured_corrects_orders_as_tight():
 def shown(monkeypatch):
     """What recordings show, the next one first."""
     pools = []
-    monkeypatch.setattr(replay, "recorded_pool", lambda memory, region_bytes: pools.pop(0))
+    monkeypatch.setattr(replayed, "recorded_pool", lambda memory, region_bytes: pools.pop(0))
     return pools
 
 

@@ -1,0 +1,92 @@
+"""Predicts a schedule's peak by the replay of its allocations (:mod:`.replay`)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from keras_remat.backends.memory import CalibratedMemory
+from keras_remat.backends.tensorflow.memory.gaps import closer
+from keras_remat.backends.tensorflow.memory.pool import Pool, recorded_pool
+from keras_remat.backends.tensorflow.memory.replay import Replay, Uses, replayed_peak_bytes
+from keras_remat.backends.tensorflow.profiler.events import Allocations
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.core.slices import is_sliced
+
+#: Problems whose replays are remembered: a search goes back and forth between a few sizes.
+_REMEMBERED = 4
+
+
+class ReplayedMemory(CalibratedMemory):
+    """Predicts a schedule's peak by replaying its allocations.
+
+    Args:
+        smallest_bytes: requests below this do not count.
+        region_bytes: size of the one region that the allocator has; 0 where it grows.
+        on_gpu: whether it is a GPU's. On a CPU Keras's own step leaves variables anywhere in the
+            pool, in chunks of up to twice their size (of VGG19's 180 MiB made 237), until they are
+            put back (:mod:`keras_remat.backends.tensorflow.memory.variables`); planned steps leave
+            them where they are.
+    """
+
+    def __init__(self, *, smallest_bytes: int, region_bytes: int = 0, on_gpu: bool = False):
+        super().__init__(self._replayed_bytes, order_matters=True, restores_after_plain=not on_gpu)
+        self.smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
+        self._pool: Pool | None = None
+        self._uses: deque[Uses] = deque(maxlen=_REMEMBERED)  # of the problems asked for last
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another process gets: not what is remembered."""
+        return self.__dict__ | {"_uses": deque(maxlen=_REMEMBERED)}
+
+    def _replayed_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        uses = self._uses_of(problem)
+        if schedule not in uses.peaks_bytes:
+            uses.peaks_bytes[schedule] = replayed_peak_bytes(
+                uses, schedule, self._region_bytes, self._pool
+            )
+        return uses.peaks_bytes[schedule]
+
+    def with_fewer_gaps(
+        self, problem: Problem, schedule: Schedule, deadline_s: float
+    ) -> Schedule | None:
+        """Returns a step in slices in an order that leaves fewer gaps (:mod:`.gaps`). Its work is
+        counted: the clock does not end what was begun."""
+        budget = problem.budget_bytes
+        if budget is None or not is_sliced(problem.graph) or time.thread_time() >= deadline_s:
+            return None
+        if simulate(problem, schedule).peak_bytes > budget:
+            return None
+        uses, peak = self._uses_of(problem), self.peak_bytes(problem, schedule)
+        limit = budget - (peak - self._replayed_bytes(problem, schedule))
+        found = closer(uses, lambda: Replay(uses, self._region_bytes, self._pool), schedule, limit)
+        return found if found and self.peak_bytes(problem, found) < peak else None
+
+    def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the peak in an unknown pool, since Keras's own step leaves variables
+        anywhere; see :class:`~keras_remat.backends.memory.MemoryModel`."""
+        if self._pool is None:
+            return self.peak_bytes(problem, schedule)
+        return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes)
+
+    def find_pool(self, memory: Allocations) -> None:
+        """Assumes that later steps start from the pool just recorded, and resets the calibration.
+
+        A recording that shows less of the same regions is ignored."""
+        pool, before = recorded_pool(memory, self._region_bytes), self._pool
+        if pool is None or (before and before.shows_more_than(pool)):
+            return
+        self._pool = pool
+        self._uses.clear()
+        self.forget()
+
+    def _uses_of(self, problem: Problem) -> Uses:
+        """Returns the uses of a problem, whatever its budget is."""
+        for uses in self._uses:
+            if uses.problem.graph is problem.graph and uses.problem.profile is problem.profile:
+                return uses
+        self._uses.append(Uses(problem, self.smallest_bytes))
+        return self._uses[-1]
