@@ -8,7 +8,9 @@ wants, and gradient accumulation of batches of 8, which Keras's optimizers have;
 far the losses of both are from plain's. ``floor`` parts: the least of some shares of a step's floor
 (what its largest op needs, whatever the order) under which it trains in slices, and why it does not
 under the next one. ``card`` parts: a step on JAX that is planned and compiled for an H100 at a
-share of its plain bytes; it does not run.
+share of its plain bytes; it does not run. ``bound`` parts: what any slices of a larger batch add to
+its time at the least, by estimated times of ops, in what plain ``fit`` takes for a batch of 8. They
+are solved for, and nothing of them runs.
 
 Every part is a process of its own, and its row is in the JSON file as soon as it is done; rows that
 the file has are not measured again. Parts that run are measured with TensorFlow's oneDNN, without
@@ -80,6 +82,8 @@ PARTS = {
     "floor:convlstm": Part(64, 32, 16, 0.4),
     "floor:gru": Part(256, 64, 32, 0.4),
     "card:head": Part(256_000, 32_768, 640, 0.2),
+    "bound:resnet50": Part(96, 32),
+    "bound:unet": Part(128, 32),
 }
 
 _BATCH_COLUMNS = (
@@ -109,10 +113,19 @@ _CARD_HEAD = (
     "model", "size", "batch", "plain MiB", "share of plain", "MiB", "slices", "added by plan",
     "seconds to plan", "date",
 )  # fmt: skip
+_BOUND_COLUMNS = (
+    ("small_peak", "MiB"), ("batch_size", "d"), ("resident", "MiB"), ("least_added", ".0%"),
+    ("cuts", "d"), ("onednn", "s"), ("date", "s"),
+)  # fmt: skip
+_BOUND_HEAD = (
+    "model", "size", "plain 8: MiB", "batch", "resident MiB", "added at the least", "cuts",
+    "oneDNN", "date",
+)  # fmt: skip
 _TABLES = {
     "batch": (_BATCH_COLUMNS, _BATCH_HEAD),
     "floor": (_FLOOR_COLUMNS, _FLOOR_HEAD),
     "card": (_CARD_COLUMNS, _CARD_HEAD),
+    "bound": (_BOUND_COLUMNS, _BOUND_HEAD),
 }
 
 
@@ -149,8 +162,9 @@ def table(kind: str, rows: dict[str, dict[str, Any]]) -> list[str]:
     """Returns the lines of a kind's table."""
     columns, names = _TABLES[kind]
     lines = [
-        line_of([row["model"], row["size"], *cells_of(row, columns)])
+        line_of([row["model"], row["size"], *cells_of(row | one, columns)])
         for name, row in rows.items()
+        for one in row.get("sizes", [{}])
         if name.startswith(f"{kind}:") and "error" not in row
     ]
     refused = [

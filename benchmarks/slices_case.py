@@ -10,6 +10,8 @@
   for which there is a plan in slices.
 * ``"plain"``, ``"within"``, ``"accumulated"``, ``"below"``: one ``fit`` of those two, in a process
   of its own: what Keras's functions hold of a model lives on, and would count in the next ``fit``.
+* ``"bound"``: what slices of a batch add at the least within what plain ``fit`` takes for a small
+  one (:mod:`slice_bounds`).
 * ``"card"``: what a step takes, planned and compiled for an H100 at a share of its plain bytes.
 """
 
@@ -20,7 +22,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -29,6 +31,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import models
 import numpy as np
+import slice_bounds
 from keras import layers
 from rows import MIB, difference, row_of
 from watch import StepWatch, statistics
@@ -36,11 +39,15 @@ from watch import StepWatch, statistics
 import keras_remat
 from keras_remat.backends.base import load_backend
 from keras_remat.backends.tensorflow import private
+from keras_remat.core.slices import SliceRule
 
 #: The small batch, whose plain step says what a larger one may take.
 SMALL_BATCH = 8
 #: Steps that are not timed: a plan is found, recorded and made again in them.
 _UNTIMED = 8
+#: At how many moments a bound looks, and for how many seconds. ResNet50's batch of 512 adds 0.85,
+#: 0.98 and 1.26 at the least by 24, 48 and 123, and takes 3, 7 and 33 s.
+_CUTS, _BOUND_S = 123, 600.0
 
 #: What fits under a limit tell.
 _WITHIN = ("batch_size", "peak", "kept", "parts", "ops", "overhead", "samples_per_s")
@@ -317,6 +324,21 @@ class Bench:
             "samples_per_s": self._batch_size / median(watch.times_s[1:]),
         }
 
+    # ---------------------------------------------------------------- bounds
+
+    def bound(self) -> dict[str, Any]:
+        """Returns the row of what slices of larger batches add at the least."""
+        limit = self._alone("plain", batch_size=SMALL_BATCH, steps=3)["peak"]
+        sizes, size = list[dict[str, Any]](), self.options["first"]
+        while size <= self.options["most"]:
+            problem, rules = self._whole(size)
+            added = slice_bounds.least_added(problem.with_budget(limit), rules, _CUTS, _BOUND_S)
+            told = {"batch_size": size, "resident": problem.profile.resident_bytes}
+            sizes.append(told | {"least_added": added})
+            print(sizes[-1], file=sys.stderr)
+            size *= 2
+        return {"small_peak": limit, "sizes": sizes, "cuts": _CUTS}
+
     # ---------------------------------------------------------------- cards
 
     def card(self) -> dict[str, Any]:
@@ -344,7 +366,7 @@ class Bench:
     def floor(self) -> dict[str, Any]:
         """Returns the row of the least share of the floor that trains."""
         plain = self._alone("plain")
-        problem = self._problem()
+        problem, _ = self._whole(self._batch_size)
         floor = problem.floor_bytes
         row: dict[str, Any] = {
             "floor": floor,
@@ -361,12 +383,14 @@ class Bench:
             row["share"] = share
         return row
 
-    def _problem(self) -> keras_remat.Problem:
-        """Returns the step of whole ops; what is resident is the model's and the batch's, by their
-        shapes: between two steps, some of what a step has freed may still be in use."""
+    def _whole(self, size: int) -> tuple[keras_remat.Problem, Mapping[int, SliceRule]]:
+        """Returns the step of whole ops, and how they may run in slices; what is resident is the
+        model's and the batch's, by their shapes: between two steps, some of what a step has freed
+        may still be in use."""
         backend, model = load_backend(), self.model()
-        traced = backend.trace(model, backend.example_batch(model, self.data(self._batch_size)))
-        return keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
+        traced = backend.trace(model, backend.example_batch(model, self.data(size)))
+        rules = {} if traced.slicer is None else traced.slicer.rules
+        return keras_remat.Problem(traced.graph, backend.estimated_profile(traced)), rules
 
     @property
     def _batch_size(self) -> int:
