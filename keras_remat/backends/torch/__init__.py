@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -24,6 +25,7 @@ from keras_remat.backends.torch import trace as tracing
 from keras_remat.backends.torch.device import is_out_of_memory, live_device
 from keras_remat.backends.torch.lower import LoweredStep
 from keras_remat.backends.torch.profile import Recorder, estimated_profile
+from keras_remat.backends.torch.rehearsal import compute_the_same
 from keras_remat.backends.torch.sliced import StepSlicer
 from keras_remat.backends.torch.swap import InstalledTrainFunction
 from keras_remat.backends.torch.trace import TorchTracedStep, as_tensors
@@ -52,6 +54,8 @@ class TorchBackend:
         self.device = live_device()
         self.memory = SimulatedMemory()
         self._written: dict[int, torch.Tensor] = {}  # by steps, beside what the model holds
+        self._lowered: WeakSet[LoweredStep] = WeakSet()
+        self._changes = 0  # of what Python holds, after which steps were recorded anew
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
@@ -91,6 +95,7 @@ class TorchBackend:
         if not has_only_shapes:
             self.device.note_batch(batch)
         traced = tracing.trace(model, batch, micro_batches)
+        traced = replace(traced, changes=self._changes)
         self._written |= {id(tensor): tensor for tensor in traced.program.written_constants}
         return replace(traced, slicer=StepSlicer(traced)) if micro_batches == 1 else traced
 
@@ -99,10 +104,44 @@ class TorchBackend:
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         gc.collect()  # Keras's own steps, and traces, leave batches in reference cycles
-        lowered = LoweredStep(traced, schedule, self.device)
+        lowered = LoweredStep(self._as_it_is_now(traced), schedule, self.device)
+        self._lowered.add(lowered)
         added = simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
         self.device.expect(lowered, added)
         return lowered
+
+    def record_anew(self) -> bool | None:
+        """Records every step in use once more, since something that Python holds was set.
+
+        Returns:
+            Whether one of them computes something else now; ``None`` where none is in use.
+
+        Raises:
+            UnsupportedModelError: a step cannot be recorded any more, or has another graph.
+        """
+        self._changes += 1
+        others = []
+        for lowered in list(self._lowered):
+            before, now = lowered.traced, self._as_it_is_now(lowered.traced)
+            lowered.replace(now)
+            others.append(not compute_the_same(before.program.recording, now.program.recording))
+        return any(others) if others else None
+
+    def _as_it_is_now(self, traced: TorchTracedStep) -> TorchTracedStep:
+        """Returns a step as it is with what Python holds now."""
+        if traced.changes == self._changes:
+            return traced
+        whole = traced.whole
+        base: Any = traced if whole is None else whole.step
+        now = self.trace(base.model, tracing.shapes_of_batch(base), base.micro_batches)
+        if whole is not None:
+            now = StepSlicer(now).sliced(whole.sliced.slicing)
+        if now.graph.fingerprint != traced.graph.fingerprint:
+            raise UnsupportedModelError(
+                "What Python holds for the step was set, and the step computes in other ops since. "
+                "What was planned for it does not hold."
+            )
+        return now
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
         return self.device.measure(run, wait=wait)
@@ -112,7 +151,7 @@ class TorchBackend:
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         self.device.trains(model)
-        return InstalledTrainFunction(model, runner, self.device)
+        return InstalledTrainFunction(model, runner, self.device, self.record_anew)
 
 
 def backend() -> TorchBackend:

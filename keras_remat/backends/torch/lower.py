@@ -26,7 +26,12 @@ class LoweredStep:
     """
 
     def __init__(self, traced: TorchTracedStep, schedule: Schedule, device: Device):
-        self.traced, self.schedule, self._device = traced, schedule, device
+        self.schedule, self._device = schedule, device
+        self.replace(traced)
+
+    def replace(self, traced: TorchTracedStep) -> None:
+        """Runs the schedule of another recording from now on, which has the same graph."""
+        self.traced, schedule = traced, self.schedule
         self._step, self._writer = compiled(traced.program, traced.graph, schedule.order)
         self._probed: Any = None
         self._constants = [traced.program.recording.constants[n] for n in self._writer.constants]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from keras_remat.backends.torch.held import Key, numbers_held, tensors_left_in
 from keras_remat.backends.torch.recorder import (
     Call,
     Recorder,
@@ -22,7 +23,6 @@ from keras_remat.backends.torch.recorder import (
     is_leaf,
     storages_that_vary,
 )
-from keras_remat.backends.torch.variables import numbers_held, tensors_left_in
 from keras_remat.errors import UnsupportedModelError
 
 _LEFT_IN_PYTHON = (
@@ -42,7 +42,7 @@ def check_next_step(
     recorder: Recorder,
     model: Any,
     stand_ins: Sequence[torch.Tensor],
-    numbers: Mapping[Any, Any],
+    numbers: Mapping[Key, Any],
     step: Callable[[], Any],
 ) -> None:
     """Goes through a step once more where that may be another one.
@@ -50,7 +50,7 @@ def check_next_step(
     Args:
         recorder: is active, and has recorded the step.
         stand_ins: those of what the model holds.
-        numbers: what :func:`~.variables.numbers_held` returned before the step.
+        numbers: what :func:`~.held.numbers_held` returned before the step.
         step: the step.
 
     Raises:
@@ -73,15 +73,28 @@ def check_next_step(
             recorder.refuse(tensor, _LEFT_IN_PYTHON.format(name=name))
         step()
         again = recorder.recording
-        if changed and not _are_alike(again, again.calls[:first], again.calls[first:]):
+        if changed and not _are_alike(again.calls[:first], again, again.calls[first:], again):
             raise UnsupportedModelError(_COUNTED.format(name=" or ".join(dict.fromkeys(changed))))
 
 
-def _are_alike(recording: Recording, calls: Sequence[Call], others: Sequence[Call]) -> bool:
+def compute_the_same(one: Recording, other: Recording) -> bool:
+    """Returns whether two recordings of a step make the same calls, as far as constants of few
+    elements tell."""
+    is_as_long = len(one.calls) == len(other.calls)
+    return is_as_long and _are_alike(one.calls, one, other.calls, other)
+
+
+def _are_alike(
+    calls: Sequence[Call], recording: Recording, others: Sequence[Call], its: Recording
+) -> bool:
     """Returns whether calls are those of another step; the first ones may be followed by what was
-    put off until their step's end."""
+    put off until their step's end.
+
+    Args:
+        recording, its: of which the calls are, and the other ones.
+    """
     return len(others) <= len(calls) and all(
-        _described(recording, one) == _described(recording, two)
+        _described(recording, one) == _described(its, two)
         for one, two in zip(calls, others, strict=False)
     )
 

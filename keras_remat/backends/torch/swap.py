@@ -6,18 +6,23 @@ the next one. On PyTorch it is called with a list of one batch and returns the l
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from keras_remat.backends.installed import Caller, Installed, StepRunner
 from keras_remat.backends.torch.device import Device, shapes_of
+from keras_remat.backends.torch.held import Settings
 from keras_remat.backends.torch.variables import weights_of
 from keras_remat.errors import UnsupportedModelError
 
 #: How often a step is planned anew because other weights learn: a network that is released layer by
 #: layer, which is done in some ten stages, asks for that often.
 _MOST_CHANGES = 16
+#: A setting that was changed so often, and in more than one of so many steps, is not followed.
+_MOST_FOLLOWED, _SELDOM = 16, 10
 
 
 class InstalledTrainFunction(Installed):
@@ -26,11 +31,22 @@ class InstalledTrainFunction(Installed):
     Args:
         model, runner: as in :class:`~keras_remat.backends.installed.Installed`.
         device: notes what Keras's own step takes.
+        record_anew: as :meth:`keras_remat.backends.torch.TorchBackend.record_anew`.
     """
 
-    def __init__(self, model: Any, runner: StepRunner, device: Device):
+    def __init__(
+        self,
+        model: Any,
+        runner: StepRunner,
+        device: Device,
+        record_anew: Callable[[], bool | None],
+    ):
         super().__init__(model, runner)
-        self._device = device
+        self._device, self._record_anew = device, record_anew
+        self._settings: Settings | None = None
+        self._calls = 0
+        self._changed: Counter[str] = Counter()  # settings, and how often they were
+        self._mattered: set[str] = set()  # those of them that a step follows from
         self._weights: list[torch.Tensor] = []
         self._learn: tuple[bool, ...] = ()  # which of them do
         self._changes = 0
@@ -39,7 +55,41 @@ class InstalledTrainFunction(Installed):
         if self._are_others_to_learn():
             self._changes += 1
             self._runner.begin_anew()
-        return super()._trained(iterator, caller)
+        self._follow_settings()
+        try:
+            return super()._trained(iterator, caller)
+        finally:
+            if self._settings is not None:
+                self._settings.note()  # what the step sets itself is no change
+
+    def _follow_settings(self) -> None:
+        """Has steps recorded anew where a callback has set what they may read in Python: Keras's
+        own step reads it every time."""
+        self._calls += 1
+        if self._settings is None:
+            self._settings = Settings(self._model)
+        names = self._settings.changed()
+        if not names:
+            return
+        try:
+            matters = self._record_anew()
+        except UnsupportedModelError:  # planned anew, or the reason is told then
+            matters = True
+            self._runner.begin_anew()
+        if matters is None:
+            return
+        self._changed.update(names)
+        if matters:
+            self._mattered.update(names)
+        self._settings.forget([name for name in self._often() if name not in self._mattered])
+
+    def _often(self) -> list[str]:
+        """Returns the settings that are changed in too many steps to record each of them."""
+        return [
+            name
+            for name, times in self._changed.items()
+            if times > _MOST_FOLLOWED and times * _SELDOM > self._calls
+        ]
 
     def _are_others_to_learn(self) -> bool:
         """Returns whether a callback has frozen or released weights since the call before: Keras's
@@ -58,6 +108,14 @@ class InstalledTrainFunction(Installed):
                 f"Weights were frozen or released {self._changes} times in this fit, and a step is "
                 f"planned anew for that {_MOST_CHANGES} times at most. Freeze them before fit, or "
                 "seldom."
+            )
+
+        often = [name for name in self._often() if name in self._mattered]
+        if often:
+            raise UnsupportedModelError(
+                f"{' and '.join(often)} was set {self._changed[often[0]]} times in {self._calls} "
+                "steps, and each time the step is recorded anew. Keep it in a variable "
+                "(keras.Variable, add_weight), which a plan reads in every step, or set it seldom."
             )
 
     def synchronize(self) -> None:

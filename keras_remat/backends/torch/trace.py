@@ -35,6 +35,7 @@ from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.torch import convolutions, generator_states, in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
+from keras_remat.backends.torch.held import attributes_kept, numbers_held, optimizers_of
 from keras_remat.backends.torch.program import Node, Program
 from keras_remat.backends.torch.recorder import (
     Recorder,
@@ -45,10 +46,7 @@ from keras_remat.backends.torch.recorder import (
 from keras_remat.backends.torch.rehearsal import check_next_step
 from keras_remat.backends.torch.variables import (
     Places,
-    attributes_kept,
     gradient_bytes,
-    numbers_held,
-    optimizers_of,
     places_of,
     training_mode,
 )
@@ -74,6 +72,9 @@ class TorchTracedStep(TracedStep):
         logs: what it returns, with a :class:`.recorder.Ref` or ``Scalar`` for what it computes.
         micro_batches: in how many micro-batches it trains the batch.
         device: where it runs.
+        data: the batch, as tensors without memory.
+        changes: how often settings had changed before it was recorded
+            (:meth:`keras_remat.backends.torch.TorchBackend.record_anew`).
     """
 
     program: Program
@@ -82,6 +83,8 @@ class TorchTracedStep(TracedStep):
     logs: Any
     micro_batches: int
     device: torch.device
+    data: Any
+    changes: int = 0
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
         """Returns what Keras's own step needs: what was alive when its calls were recorded, and
@@ -215,8 +218,21 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         logs=logs,
         micro_batches=micro_batches,
         device=device,
+        data=data,
         differences=(*differences, *_of_other_kernels(model, device)),
     )
+
+
+def shapes_of_batch(traced: TorchTracedStep) -> Any:
+    """Returns what a step can be traced with again in the place of its batch."""
+
+    def like(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        where = "meta" if leaf.device.type == "cpu" else leaf.device
+        return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=where)
+
+    return keras.tree.map_structure(like, traced.data)
 
 
 def _of_other_kernels(model: Any, device: torch.device) -> Iterator[str]:

@@ -7,23 +7,19 @@ recorded both have to hold the same stand-in.
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 import torch
 
 from keras_remat.backends.torch import private
+from keras_remat.backends.torch.held import optimizers_of
 from keras_remat.errors import UnsupportedModelError
-
-_NOT_OF_THE_USER = {"keras", "keras_remat", "numpy", "torch"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,23 +135,6 @@ def _described(thing: Any) -> str:
     return f"a tensor of shape {tuple(thing.shape)} and {thing.dtype}"
 
 
-def optimizers_of(model: Any) -> list[Any]:
-    """Returns a model's optimizers: the compiled one, and those it has as attributes, in lists,
-    tuples and dictionaries, too."""
-    found = [getattr(model, "optimizer", None), *_held_in(tuple(vars(model).values()))]
-    optimizers = [one for one in found if isinstance(one, keras.optimizers.Optimizer)]
-    return list({id(one): one for one in optimizers}.values())
-
-
-def _held_in(nested: Any) -> Iterator[Any]:
-    """Yields what containers hold that lie in one another."""
-    if not isinstance(nested, (list, tuple, set, Mapping)):
-        yield nested
-        return
-    for held in nested.values() if isinstance(nested, Mapping) else nested:
-        yield from _held_in(held)
-
-
 def variables_of(model: Any) -> list[Any]:
     """Returns the Keras variables that a train step of a model may read or write, each once."""
     known = [
@@ -200,71 +179,6 @@ def training_mode(model: Any) -> Iterator[None]:
     finally:
         for module, was_training in before:
             module.training = was_training
-
-
-def _tables_of(model: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns a model, its layers, and objects of the user's own that they hold, such as a loss,
-    each with its attributes."""
-    owners = {id(owner): owner for owner in (model, *private.modules(model))}
-    waiting = list(owners.values())
-    while waiting:
-        for held in _held_in(tuple(vars(waiting.pop()).values())):
-            if id(held) not in owners and _is_of_the_user(held):
-                owners[id(held)] = held
-                waiting.append(held)
-    return [(owner, vars(owner)) for owner in owners.values()]
-
-
-def _is_of_the_user(thing: Any) -> bool:
-    """Returns whether something has attributes, and a class that no package makes for its own use:
-    neither Keras, nor PyTorch, nor Python itself."""
-    package = type(thing).__module__.partition(".")[0]
-    is_known = package in _NOT_OF_THE_USER or package in sys.stdlib_module_names
-    return not is_known and hasattr(thing, "__dict__") and not isinstance(thing, torch.Tensor)
-
-
-def numbers_held(model: Any) -> dict[tuple[int, str], Any]:
-    """Returns the Python numbers among the attributes of a model, its layers, and what they hold:
-    by which object it is, and a name for the attribute."""
-    return {
-        (id(owner), f"{type(owner).__name__}.{name}"): value
-        for owner, table in _tables_of(model)
-        for name, value in table.items()
-        if isinstance(value, (bool, int, float)) and name != "training"  # calls set that one
-    }
-
-
-@contextmanager
-def attributes_kept(model: Any) -> Iterator[None]:
-    """Puts back what a step sets on a model and its layers while it is recorded, and what it puts
-    into lists and dictionaries there: tensors without memory and what holds them, such as an
-    optimizer of PyTorch's that is made in the first step, and counts of a step that was not run."""
-    tables: list[Any] = [table for _, table in _tables_of(model)]
-    tables += [held for table in tables for held in table.values() if type(held) in (dict, list)]
-    before = [(table, copy(table)) for table in tables]
-    try:
-        yield
-    finally:
-        for now, kept in before:
-            if isinstance(now, list):
-                now[:] = kept
-                continue
-            for name in now.keys() - kept.keys():
-                del now[name]
-            now.update(kept)
-
-
-def tensors_left_in(model: Any, stand_ins: Sequence[torch.Tensor]) -> list[tuple[str, Any]]:
-    """Returns the tensors without memory, but for the stand-ins, that a step has left in a model
-    and its layers, each with a name for the attribute."""
-    own = set(map(id, stand_ins))
-    return [
-        (f"{type(owner).__name__}.{name}", held)
-        for owner, table in _tables_of(model)
-        for name, value in table.items()
-        for held in _held_in(value)
-        if isinstance(held, torch.Tensor) and private.is_fake(held) and id(held) not in own
-    ]
 
 
 def drop_gradients(places: Iterable[Place]) -> None:

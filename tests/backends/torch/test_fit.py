@@ -181,6 +181,86 @@ def test_layers_that_are_frozen_again_and_again_end_the_plan(tight_run, monkeypa
     assert_same_state(model, plain)
 
 
+class Sets(keras.callbacks.Callback):
+    """Sets something in Python in the midst of a fit, as schedules of a loss's parts do."""
+
+    def __init__(self, put, at):
+        super().__init__()
+        self.put, self.at, self.batches = put, at, 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.batches in self.at:
+            self.put(self.model, self.batches)
+        self.batches += 1
+
+
+share = 1.0  # a global variable of the loss below
+
+
+def scaled_loss(y, predicted):
+    return share * keras.losses.sparse_categorical_crossentropy(y, predicted, from_logits=True)
+
+
+def put_share(model, value):
+    global share
+    share = 1 / (2 + value)
+
+
+def put_one_by_one(model, value):
+    if value == 4:
+        for layer in model.layers:
+            if isinstance(layer, keras.layers.Dropout):
+                layer.rate = 0.4
+    elif value == 6:
+        model.optimizer.epsilon = 1e-3
+    else:
+        put_share(model, value)
+
+
+def put_name(model, value):
+    model.newest_batch = value
+
+
+def scaled_stack():
+    global share
+    share = 1.0
+    model, data = stack()
+    model.compile("adam", scaled_loss, metrics=["accuracy"])
+    model.newest_batch = 0
+    return model, data
+
+
+def test_what_a_callback_sets_in_python_reaches_the_plan(tight_run):
+    *_, limit, _, _ = tight_run
+    plain, data = scaled_stack()
+    expected = fit(plain, data, Sets(put_one_by_one, {4, 6, 9}), epochs=3)
+    model, data = scaled_stack()
+    remat = callback(limit)
+    history = fit(model, data, remat, Sets(put_one_by_one, {4, 6, 9}), epochs=3)
+    assert remat.plan.recomputes
+    assert history["loss"] == expected["loss"]
+    assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize(("put", "stays"), [(put_share, False), (put_name, True)])
+def test_what_is_set_in_every_step_ends_the_plan_where_the_step_reads_it(
+    put, stays, tight_run, monkeypatch, recwarn
+):
+    monkeypatch.setattr("keras_remat.backends.torch.swap._MOST_FOLLOWED", 2)
+    traced, trace = [], TorchBackend.trace
+    monkeypatch.setattr(TorchBackend, "trace", lambda *given: traced.append(given) or trace(*given))
+    *_, limit, _, _ = tight_run
+    plain, data = scaled_stack()
+    expected = fit(plain, data, Sets(put, range(12)), epochs=3)
+    model, data = scaled_stack()
+    history = fit(model, data, remat := callback(limit), Sets(put, range(12)), epochs=3)
+    assert history["loss"] == expected["loss"]
+    assert_same_state(model, plain)
+    assert remat.plan.recomputes
+    assert any("share was set 3 times" in str(one.message) for one in recwarn) != stays
+    assert len(traced) < 12  # there are as many batches
+
+
 def test_a_step_that_cannot_be_recorded_trains_as_plain_fit_does():
     class Branching(keras.layers.Layer):
         def call(self, x):
