@@ -104,8 +104,8 @@ def alive_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def with_fewer_gaps(problem: Problem, schedule: Schedule, deadline_s: float) -> Schedule | None:
-    """Returns the same schedule with one op run once more, the one that shrinks XLA's heap most;
-    ``None`` where none does, or gaps are small.
+    """Returns the same schedule with one op run once more, or later, the one that shrinks XLA's
+    heap most; ``None`` where none does, or gaps are small.
 
     Tried is what has a result of at least half of the gaps, before each of its later reads, until
     ``deadline_s`` by ``time.thread_time``: other processes take nothing of it. What is smaller than
@@ -130,14 +130,16 @@ def with_fewer_gaps(problem: Problem, schedule: Schedule, deadline_s: float) -> 
 
 def _with_one_more(problem: Problem, schedule: Schedule, nbytes: float) -> Iterator[Schedule]:
     """Yields orders in which the op of a value of so many bytes runs once more, before a read of a
-    value that waited for it."""
+    value that waited for it; or there alone, where nothing has read it until then."""
     graph, order = problem.graph, schedule.order
     for k, instances in enumerate(last_reads(problem, schedule)):
         large = {v: last for v, last in instances.items() if graph.values[v].nbytes >= nbytes}
-        for at in range(k + 2, max(large.values(), default=k) + 1):
+        is_read = False
+        for at in range(k + 1, max(large.values(), default=k) + 1):
             inputs = graph.ops[order[at]].inputs
-            if any(last >= at and v in inputs for v, last in large.items()):
-                yield Schedule((*order[:at], order[k], *order[at:]))
+            if at > k + 1 and any(last >= at and v in inputs for v, last in large.items()):
+                yield Schedule((*order[: k + is_read], *order[k + 1 : at], order[k], *order[at:]))
+            is_read = is_read or any(last >= at and v in inputs for v, last in instances.items())
 
 
 def _is_legal(problem: Problem, schedule: Schedule) -> bool:

@@ -78,7 +78,7 @@ from typing import Any, Protocol
 
 from keras_remat.backends.xla.fused_graph import SMALL_STATE_BYTES, FusedStep
 from keras_remat.backends.xla.fusion import HELD_BYTES, Equation, Kinds
-from keras_remat.backends.xla.holding import apart, read_from_memory, updated_early, waiting
+from keras_remat.backends.xla.holding import apart, needed, read_from_memory, updated_early, waiting
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.core.slices import Origin
 
@@ -269,23 +269,28 @@ class Run:
             updates = [op.id for op in self._graph.ops if self._overwrites(op.id)]
             order = updated_early(self._graph, order, updates)
         if self._keeps_order:
-            held = waiting(self._graph, order, self._kinds)
+            held = self._held(order)
             alone = apart(self._graph, order, self._kinds)
-        exist: frozenset[int] = frozenset()
-        if self._writing is Writing.HELD:
-            exist = read_from_memory(self._graph, order, self._kinds)
         for at, op_id in enumerate(order):
-            self.op(op_id, waits=at in held, exists=at in exist, is_alone=at in alone)
+            self.op(op_id, waits=at in held, is_alone=at in alone)
 
-    def op(
-        self, op_id: int, *, waits: bool = False, exists: bool = False, is_alone: bool = False
-    ) -> None:
+    def _held(self, order: Sequence[int]) -> frozenset[int]:
+        """Returns the positions of an order whose result has to exist before it is read: where it
+        waits, or is a sum of two large values that several ops read."""
+        graph, kinds = self._graph, self._kinds
+        waits = waiting(graph, order, kinds)
+        sums = frozenset(at for at, op_id in enumerate(order) if self._is_read_sum(op_id))
+        if self._writing is Writing.STRICT:
+            return waits | sums
+        sums -= read_from_memory(graph, order, kinds)
+        return needed(graph, order, kinds, waits | sums)
+
+    def op(self, op_id: int, *, waits: bool = False, is_alone: bool = False) -> None:
         """Runs one position of an order.
 
         Args:
             op_id: what runs.
             waits: whether its result has to exist before it is read.
-            exists: whether it is known to exist without a barrier.
             is_alone: whether it must not run in one kernel with an earlier op.
         """
         op = self._graph.ops[op_id]
@@ -301,7 +306,7 @@ class Run:
             results = self._chain(op_id, again, follows)
             if self._writer.uses_barriers:
                 fills = bool(self._origins) and self._origins[op_id].role in _FILLS
-                self._hold(op_id, results, waits=waits or fills, exists=exists)
+                self._hold(op_id, results, waits=waits or fills)
             else:
                 self._pin(op_id, results)
         for value_id in op.outputs:
@@ -412,36 +417,35 @@ class Run:
                 return
             (number,) = operands
 
-    def _hold(self, op_id: int, results: dict[int, _Value], *, waits: bool, exists: bool) -> None:
-        """Replaces the sum of two large values that several ops read, what waits for its reader, or
-        what a kernel reads a transposed copy of, which would be made beside it, by one that exists.
+    def _hold(self, op_id: int, results: dict[int, _Value], *, waits: bool) -> None:
+        """Replaces what has to exist before it is read, or what a kernel reads a transposed copy
+        of, which would be made beside it, by a value that exists.
 
         Args:
             op_id: an op that has just run.
             results: by number, all that it computed.
-            waits: whether it waits.
-            exists: whether the sum is known to exist.
+            waits: whether it has to exist.
         """
-        op, sizes = self._graph.ops[op_id], self._program.sizes
+        op = self._graph.ops[op_id]
         if not op.outputs:
             return
         number = self._numbers[op.outputs[0]]
-        is_large = sizes[number] >= HELD_BYTES
-        is_copied = is_large and number in self._copied
-        may_be_sum = is_large and not exists and self._keeps_order
-        if waits or is_copied or (may_be_sum and self._is_read_sum(op_id, number)):
+        is_copied = self._program.sizes[number] >= HELD_BYTES and number in self._copied
+        if waits or is_copied:
             held = results[number]
             results[number] = replace(held, written=self._writer.hold(held.written))
 
-    def _is_read_sum(self, op_id: int, number: int) -> bool:
-        """Returns whether an op computes its value by element from two that are large beside it,
-        and several ops read it."""
+    def _is_read_sum(self, op_id: int) -> bool:
+        """Returns whether an op computes a large value by element from two that are large beside
+        it, and several ops read it."""
         op, equations, sizes = self._graph.ops[op_id], self._program.equations, self._program.sizes
-        if len(self._graph.readers[op.outputs[0]]) < 2:
+        if not op.outputs or len(self._graph.readers[op.outputs[0]]) < 2:
             return False
+        number = self._numbers[op.outputs[0]]
         makers = [equations[at] for at in self._handles[op_id] if number in equations[at].outputs]
         large = [v for v in op.inputs if sizes[self._numbers[v]] * 8 >= sizes[number]]
-        return len(large) > 1 and all(e.kind in self._kinds.elementwise for e in makers)
+        is_sum = len(large) > 1 and all(e.kind in self._kinds.elementwise for e in makers)
+        return is_sum and sizes[number] >= HELD_BYTES
 
     def _chain(self, op_id: int, again: bool, follows: bool) -> dict[int, _Value]:
         """Runs the equations of one op, protected where they run for the second time, or where it

@@ -3,10 +3,11 @@ updated."""
 
 from dataclasses import replace
 
+import pytest
 from flat_program import KINDS, LARGE
 from graph_builder import Builder
 
-from keras_remat.backends.xla.holding import apart, updated_early
+from keras_remat.backends.xla.holding import apart, needed, updated_early, waiting
 from keras_remat.core.graph import BACKWARD, UPDATE
 
 
@@ -32,6 +33,20 @@ def test_small_values_share_a_kernel():
     graph = relu()
     small = replace(graph, values=tuple(replace(v, nbytes=4) for v in graph.values))
     assert not apart(small, [0, 1, 1, 2, 3, 4], KINDS)
+
+
+@pytest.mark.parametrize(("share", "is_needed"), [(0.5, False), (3, True)])
+def test_a_sum_is_held_where_what_it_is_made_of_would_be_the_most_that_is_alive(share, is_needed):
+    """With it and what comes between it and its readers."""
+    b = Builder()
+    two = b.add("dot", LARGE), b.add("dot", LARGE)
+    made = b.add("add", LARGE, two)
+    between = b.add("dot", int(share * LARGE))
+    ends = [b.add("sum", 4, (made, between)), b.add("sum", 4, (made,))]
+    graph, order = b.problem(tuple(ends)).graph, range(6)
+    asked = waiting(graph, order, KINDS)
+    assert asked == {2}
+    assert needed(graph, order, KINDS, asked) == (asked if is_needed else frozenset())
 
 
 def test_weights_are_updated_behind_what_reads_the_old_ones():

@@ -19,7 +19,7 @@ from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
-from keras_remat.core.simulate import live_bytes, simulate
+from keras_remat.core.simulate import last_reads, live_bytes, simulate
 from keras_remat.core.validate import check_rules
 
 
@@ -82,7 +82,18 @@ def test_a_value_that_takes_over_a_buffer_prolongs_it():
     assert packed_bytes(problem, Schedule((0, 1, 2))) == 13
 
 
-def test_a_value_that_is_computed_again_closes_gaps():
+def in_vain(problem, schedule):
+    """How many runs nobody reads anything of before the op runs again."""
+    return sum(
+        max(instances.values()) == k and op_id in schedule.order[k + 1 :]
+        for k, (op_id, instances) in enumerate(
+            zip(schedule.order, last_reads(problem, schedule), strict=True)
+        )
+        if instances
+    )
+
+
+def test_a_value_that_is_computed_again_or_later_closes_gaps():
     closed = 0
     for seed in range(200):
         problem, rng = mixed_problem(seed), random.Random(seed)
@@ -90,7 +101,8 @@ def test_a_value_that_is_computed_again_closes_gaps():
             other = with_fewer_gaps(problem, schedule, math.inf)
             if other is not None:
                 check_rules(problem, other)
-                assert len(other.order) == len(schedule.order) + 1
+                assert len(other.order) - len(schedule.order) in (0, 1)
+                assert schedule.recomputed or not in_vain(problem, other)
                 assert packed_bytes(problem, other) < packed_bytes(problem, schedule)
                 closed += 1
             assert with_fewer_gaps(problem, schedule, -math.inf) is None
