@@ -186,7 +186,8 @@ class GpuWriter(JaxWriter):
         return value.ndim != IMAGE_RANK or not is_channels_first(value.dtype, self._target)
 
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
-        return super().never([*map(self._laid, triggers)], in_branch)
+        laid = [self._laid(x) if self._waits_first(x) else x for x in triggers]
+        return super().never(laid, in_branch)
 
     def hold(self, value: Any) -> Any:
         return super().hold(self._laid(value))
@@ -201,12 +202,17 @@ class GpuWriter(JaxWriter):
         is_first = self._holds_images_first and is_channels_first(value.dtype, self._target)
         return is_first and value.ndim == IMAGE_RANK and value.shape not in self._kernels
 
+    def _waits_first(self, value: Any) -> bool:
+        """Returns whether what is waited for, or waits, lies so, too; not where it is computed in
+        another type, because its copy in that type would be kept."""
+        return self._lies_first(value) and not is_emulated(value.dtype, self._target)
+
     def _is_given(self, atom: Any) -> bool:
         return isinstance(atom, int) and atom < self._program.n_inputs
 
     def guard(self, value: Any, condition: Any) -> Any:
         guarded = super().guard(value, condition)
-        if self._lies_first(value):
+        if self._waits_first(value):
             return self._laid(guarded)
         return _row_major(guarded) if value.ndim == IMAGE_RANK else guarded
 
