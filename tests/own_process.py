@@ -53,7 +53,7 @@ def ran_alone(file, test, **variables):
     """
     if os.environ.get(_ALONE) == test:
         return False
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"{file}::{test}")
+    words = ("-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", f"{file}::{test}")
     output_of(*words, env=environment(**{_ALONE: test}, **variables))
     return True
 

@@ -224,7 +224,7 @@ def test_fit_trains_in_micro_batches_where_no_schedule_fits(monkeypatch):
     gives the same losses."""
     monkeypatch.setattr(slicing, "candidates", lambda *arguments: iter(()))
     x, y, _ = weighted_samples(4096)
-    options = {"batch_size": 2048, "shuffle": False, "epochs": 6, "verbose": 0}
+    options = {"batch_size": 2048, "shuffle": False, "epochs": 3, "verbose": 0}
     expected = regression(512).fit(x, y, **options).history["loss"]
     model, backend = regression(512), load_backend()
     traced = backend.trace(model, backend.example_batch(model, (x[:2048], y[:2048])))

@@ -22,7 +22,7 @@ def covering(seeds):
 
 
 #: The cases that have most of all choices: the others are slow tests.
-IN_DEFAULT_RUN = covering(range(IN_ALL))[: 2 if ON_JAX else 3]
+IN_DEFAULT_RUN = covering(range(IN_ALL))[:2]
 
 
 @pytest.mark.parametrize("seed", IN_DEFAULT_RUN)

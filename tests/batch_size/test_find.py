@@ -20,7 +20,7 @@ def found_on(backend, monkeypatch, *, batch=8, limit=None, **options):
         batch_of(0, batch),
         limit or store_all_peak(40),
         margin=0.0,
-        **{"time_limit_s": 3.0} | options,
+        **{"time_limit_s": 1.0} | options,
     )
 
 
@@ -66,7 +66,7 @@ def test_out_of_memory_while_a_batch_is_made_is_a_size_that_does_not_fit(monkeyp
     monkeypatch.setattr("keras_remat.batch_size.trials.repeated_batch", repeated)
     backend = FakeBackend()
     monkeypatch.setattr(backend, "is_out_of_memory", lambda error: isinstance(error, MemoryError))
-    found = found_on(backend, monkeypatch, time_limit_s=20.0)
+    found = found_on(backend, monkeypatch)
     assert max(made) > 56
     assert found.plan.measured is not None
     assert found.max_batch_size <= 56

@@ -358,7 +358,7 @@ def test_search_leaves_the_model_as_it_was_and_keeps_to_the_budget(models, profi
     tensorflow_backend().trace(model, batch)  # builds the optimizer and the metrics
     before = models.state_of(model)
     limit = with_margin(tensorflow_backend().device.in_use_bytes() + 24 * MIB)
-    found = find_max_batch_size(model, batch, limit, profile=profile, time_limit_s=5.0)
+    found = find_max_batch_size(model, batch, limit, profile=profile, time_limit_s=2.0)
     models.assert_same_bits(models.state_of(model), before)
     assert found.limit_bytes == limit
     assert found.plan.budget_bytes == int(limit * 0.95)

@@ -75,7 +75,7 @@ def test_goes_on_when_the_cp_sat_process_dies(
         pytest.skip("ortools is not installed")
     monkeypatch.setattr(cp_sat, "MEMORY_LIMIT_BYTES", 2**20)
     problem = with_budget_fraction(training_problem(random.Random(11), 12), 0.7)
-    assert solve(problem, time_limit_s=8).usage is not None
+    assert solve(problem, time_limit_s=8, patience=10.0).usage is not None
     assert "goes on without CP-SAT" in caplog.text
 
 

@@ -355,7 +355,7 @@ def test_two_ways_run_out_of_memory_once(compiles):
     train under it or not."""
     more = {} if compiles else {"allocator_bytes": needs_more_than_there_is}
     compiled, ordered = SmallCompiled(TIGHT, **more), SmallOrdered(TIGHT)
-    race, report = race_of(compiled, ordered, limit=int(0.9 * PLAIN))
+    race, report = race_of(compiled, ordered, limit=int(0.9 * PLAIN), solver_time_limit_s=1.0)
     train(race, 40)
     assert race.settled
     assert event_kinds(report).count("out-of-memory") == 1
@@ -378,7 +378,7 @@ def test_whole_and_in_pieces_run_out_of_memory_once(whole_fits):
 
     more = {} if whole_fits else {"allocator_bytes": needs_more}
     backend = SmallCut(TIGHT, cost=0.3, **more)
-    race, report = auto_race(backend, limit=int(0.9 * PLAIN))
+    race, report = auto_race(backend, limit=int(0.9 * PLAIN), solver_time_limit_s=1.0)
     train(race, 60)
     assert race.settled
     assert event_kinds(report).count("out-of-memory") == 1

@@ -411,6 +411,7 @@ def test_a_fit_that_another_callback_ended_leaves_no_data_behind(hook, is_planne
     assert (remat.plan is not None) == is_planned
 
 
+@pytest.mark.slow
 def test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_stays(monkeypatch):
     """What kernels ask for that no shape tells is known when they have run; slices do not divide
     it. Without oneDNN, gradients of convolutions are such where nobody knows their rule. On a

@@ -377,6 +377,16 @@ def test_a_batch_that_trains_in_slices_is_enlarged():
     assert report.batch_size == report.max_batch_size > 16
     assert callback.plan.slicing is not None
     assert callback.plan.measured.peak_bytes <= limit
+
+
+@pytest.mark.slow
+def test_the_fastest_batch_may_be_one_in_slices():
+    """Which size is the fastest is decided the same whether steps are in slices, and tested on a
+    backend without a framework."""
+    if ran_alone(__file__, "test_the_fastest_batch_may_be_one_in_slices"):
+        return
+    model, (x, y) = language_model(tokens=2048, vocabulary=8192)
+    limit, _ = below_the_floor(model, (x[:16], y[:16]), 0.7)
     callback = keras_remat.RematAutotune(
         limit, "fastest", solver_time_limit_s=2, compilation="ordered", verbose=0, profile_steps=1
     )
