@@ -42,11 +42,11 @@ import tensorflow as tf
 import test_compiled_fit as t
 tf.raw_ops.Empty(shape=[2**29], dtype=tf.uint8)  # one region, as a GPU has it
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
-model, data = t.model_and_data()
+model, data = t.model_and_data(3 * t.BATCH)
 limit = t.tight_limit(model, data, 0.65)
 remat = keras_remat.RematAutotune(limit, "keep", compilation="compiled", **t.QUICK)
 history = t.fit(model, data, remat, epochs=2)
-plain, data = t.model_and_data()
+plain, data = t.model_and_data(3 * t.BATCH)
 expected = t.fit(plain, data, epochs=2)
 for a, b in zip(model.variables, plain.variables, strict=True):
     np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-3, atol=1e-5)
