@@ -207,8 +207,8 @@ def read_padded(program: Any, target: Target) -> frozenset[int]:
     """Returns numbers of the values that convolutions read as padded copies alone, but for
     reductions, which compute them along.
 
-    XLA:GPU writes such a copy of what the value is made of, where images lie channels last: of the
-    gradient of a ReLU the mask is in memory, a byte for an element, and the gradient before it.
+    XLA:GPU writes such a copy of what the value is made of. Of the gradient of a ReLU the mask is
+    in memory, a byte for an element, and the gradient before it.
     """
     if not target.on_gpu:
         return frozenset()
@@ -219,11 +219,7 @@ def read_padded(program: Any, target: Target) -> frozenset[int]:
         for at, number in enumerate(equation.inputs):
             if isinstance(number, int) and equation.kind not in KINDS.reductions:
                 (padded if at == padded_at else others).add(number)
-    return frozenset(
-        number
-        for number in padded - others
-        if not is_channels_first(program.avals[number].dtype, target)
-    )
+    return frozenset(padded - others)
 
 
 def in_softmaxes(program: Any, target: Target) -> frozenset[int]:
