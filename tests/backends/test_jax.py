@@ -30,17 +30,16 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(keras_backend, *words, **variables):
-    variables = environment(KERAS_BACKEND=keras_backend, JAX_PLATFORMS="cpu", **variables)
-    output_of(*words, env=variables, cwd=ROOT, timeout=None)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_CODE}".strip()
+    variables |= {"KERAS_BACKEND": keras_backend, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    output_of(*words, env=environment(**variables), cwd=ROOT, timeout=None)
 
 
 def test_folder(tmp_path):
     files = [FOLDER, *(FOLDER.parent / name for name in OF_ALL)]
     marked = "not slow and not card"  # .ci/run has a line of its own for the cards
     words = ("-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", *files)
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_CODE}".strip()
-    kept = COMPILED_ONCE | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-    run("jax", *words, XLA_FLAGS=flags, **kept)
+    run("jax", *words, **COMPILED_ONCE, JAX_COMPILATION_CACHE_DIR=str(tmp_path))
 
 
 def test_no_tensorflow_and_no_solver_is_imported():
