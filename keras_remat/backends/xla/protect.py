@@ -43,9 +43,9 @@ Compiled for an H100, in plain's bytes and plain's time by the roofline:
 ======================================  ===========  ===========  ===========
 step                                    loosely      held         strictly
 ======================================  ===========  ===========  ===========
-a U-Net, planned for 0.5                0.640, 1.03  0.498, 1.13  0.498, 1.24
-residual blocks, planned for 0.4        0.478, 1.14  0.412, 1.32  0.412, 1.36
-inverted residual blocks, for 0.4       0.491, 1.07  0.464, 1.16  0.464, 1.19
+a U-Net, planned for 0.5                0.591, 1.04  0.493, 1.14  0.493, 1.27
+residual blocks, planned for 0.4        0.382, 1.14  0.403, 1.26  0.397, 1.39
+inverted residual blocks, for 0.4       0.393, 1.03  0.388, 1.11  0.388, 1.19
 ======================================  ===========  ===========  ===========
 
 So on a GPU a schedule is written loosely first, and otherwise where that does not keep to the limit
@@ -56,7 +56,8 @@ a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of plain's time loosely, 234.
 needs no trigger of its own: each waits for what was computed just before, and of two sums of one
 gradient, say, the second could not be computed beside the first. And a value that a product or a
 convolution reads exists without a barrier, which only keeps other sums of it out of the kernel that
-makes it.
+makes it. Nor is a sum held where there is room for what it is made of
+(:func:`keras_remat.backends.xla.holding.needed`).
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
