@@ -187,6 +187,7 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
 
 def _build_optimizer(model: Any) -> None:
     """Makes the slots that Keras's own step would make while it is traced, which spares a trace.
+    They get the names that they have there, also those of an optimizer in another one.
 
     A ``train_step`` of the user's own may update a part of the variables: it makes its slots
     itself.
@@ -194,4 +195,5 @@ def _build_optimizer(model: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     is_own = "train_step" in vars(model) or type(model).train_step is not keras.Model.train_step
     if optimizer is not None and not optimizer.built and model.built and not is_own:
-        optimizer.build(model.trainable_variables)
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(model.trainable_variables)
