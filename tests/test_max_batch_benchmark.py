@@ -132,7 +132,7 @@ def test_what_a_search_has_learned_predicts_the_sizes_that_train(max_batch):
     measurement._learn(SimpleNamespace(fit=None))
     assert measurement.scaling.fit is None
     measurement._learn(SimpleNamespace(fit=CostFit(profiles)))
-    assert set(measurement.scaling.at(16).op_workspace_bytes) == {999}
+    assert set(measurement.scaling.at(16).profile.op_workspace_bytes) == {999}
 
 
 def test_a_crashing_child_is_a_row(max_batch):
