@@ -57,9 +57,8 @@ def descendants_of(graph: Graph, op_id: int) -> set[int]:
 
 
 def last_runs(problem: Problem, base: Sequence[int]) -> list[int]:
-    """Returns for each op the position in a base order before which it may last run
-    again: that of the first op that must follow it (S4), the end where none must, and -1 where S3
-    forbids it.
+    """Returns for each op the position in a base order before which it may last run again: that of
+    the first op that must follow it (S4), the end where none must, and -1 where S3 forbids it.
 
     >>> from keras_remat.core.graph import chain_example
     >>> from keras_remat.core.profile import Profile

@@ -155,14 +155,18 @@ def _is_of_the_user(thing: Any) -> bool:
     return not is_value and hasattr(thing, "__dict__") and not _is_known(type(thing).__module__)
 
 
-def numbers_held(model: Any) -> dict[Key, Any]:
+def settings_held(model: Any) -> dict[Key, Any]:
     """Returns the plain values, numbers and texts, that Python holds for a model's step."""
     return {
         (id(table.values), f"{table.label}.{name}"): value
         for table in _tables_of(model)
         for name, value in table.items()
-        if isinstance(value, (bool, int, float, str, np.generic)) and name not in _SET_BY_LOOPS
+        if _is_setting(name, value)
     }
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, np.generic)) and name not in _SET_BY_LOOPS
 
 
 class Settings:
@@ -173,12 +177,11 @@ class Settings:
     """
 
     def __init__(self, model: Any):
-        plain = numbers_held(model)
         self._places = [
-            (name, table.values, attribute)
+            (f"{table.label}.{name}", table.values, name)
             for table in _tables_of(model)
-            for attribute, _ in table.items()
-            if (id(table.values), name := f"{table.label}.{attribute}") in plain
+            for name, value in table.items()
+            if _is_setting(name, value)
         ]
         self.note()
 

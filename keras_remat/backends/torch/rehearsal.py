@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from keras_remat.backends.torch.held import Key, numbers_held, tensors_left_in
+from keras_remat.backends.torch.held import Key, settings_held, tensors_left_in
 from keras_remat.backends.torch.recorder import (
     Call,
     Recorder,
@@ -42,7 +42,7 @@ def check_next_step(
     recorder: Recorder,
     model: Any,
     stand_ins: Sequence[torch.Tensor],
-    numbers: Mapping[Key, Any],
+    settings: Mapping[Key, Any],
     step: Callable[[], Any],
 ) -> None:
     """Goes through a step once more where that may be another one.
@@ -50,7 +50,7 @@ def check_next_step(
     Args:
         recorder: is active, and has recorded the step.
         stand_ins: those of what the model holds.
-        numbers: what :func:`~.held.numbers_held` returned before the step.
+        settings: what :func:`~.held.settings_held` returned before the step.
         step: the step.
 
     Raises:
@@ -63,8 +63,8 @@ def check_next_step(
         for name, tensor in tensors_left_in(model, stand_ins)
         if recording.layouts[recorder.number(tensor)].storage in vary
     ]
-    now = numbers_held(model)
-    changed = [key[1] for key, value in now.items() if numbers.get(key, value) != value]
+    now = settings_held(model)
+    changed = [key[1] for key, value in now.items() if settings.get(key, value) != value]
     if not (left or changed):
         return
     first = len(recording.calls)

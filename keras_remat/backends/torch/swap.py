@@ -100,8 +100,8 @@ class InstalledTrainFunction(Installed):
         return bool(before) and self._learn != before
 
     def check_runs_as_graph(self) -> None:
-        """Raises also where callbacks freeze and release weights in ever so many steps, of which
-        each is recorded and planned for."""
+        """Raises also where callbacks freeze and release weights, or set what the step reads, in
+        ever so many steps, of which each is recorded."""
         super().check_runs_as_graph()
         if self._changes > _MOST_CHANGES:
             raise UnsupportedModelError(
@@ -109,11 +109,10 @@ class InstalledTrainFunction(Installed):
                 f"planned anew for that {_MOST_CHANGES} times at most. Freeze them before fit, or "
                 "seldom."
             )
-
         often = [name for name in self._often() if name in self._mattered]
         if often:
             raise UnsupportedModelError(
-                f"{' and '.join(often)} was set {self._changed[often[0]]} times in {self._calls} "
+                f"{often[0]} was set {self._changed[often[0]]} times in {self._calls} "
                 "steps, and each time the step is recorded anew. Keep it in a variable "
                 "(keras.Variable, add_weight), which a plan reads in every step, or set it seldom."
             )

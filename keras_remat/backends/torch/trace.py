@@ -35,7 +35,7 @@ from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.torch import convolutions, generator_states, in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
-from keras_remat.backends.torch.held import attributes_kept, numbers_held, optimizers_of
+from keras_remat.backends.torch.held import attributes_kept, optimizers_of, settings_held
 from keras_remat.backends.torch.program import Node, Program
 from keras_remat.backends.torch.recorder import (
     Recorder,
@@ -306,12 +306,12 @@ def _recorded(
         recorder.fake_mode,
         recorder,
     ):
-        numbers, memory = numbers_held(model), list(map(private.storage_key, stand_ins))
+        settings, memory = settings_held(model), list(map(private.storage_key, stand_ins))
         logs = keras.tree.map_structure(numbered, step(data))
         with torch.no_grad():
             recorder.write_late()
             places.write_back(stand_ins, memory)
-        check_next_step(recorder, model, stand_ins, numbers, lambda: step(data))
+        check_next_step(recorder, model, stand_ins, settings, lambda: step(data))
         return logs
 
 
