@@ -16,6 +16,7 @@ from random_models import follow_advice
 import keras_remat
 from keras_remat.backends.base import Installed
 from keras_remat.reporting.fit_report import LOG_KEYS
+from keras_remat.training.decide import Phase
 
 
 def test_plain_fits_and_nothing_is_changed():
@@ -58,6 +59,53 @@ def test_losses_of_every_output_are_the_plain_ones(options):
 
 def test_losses_of_every_output_are_the_plain_ones_under_a_plan(over_any_limit):
     assert_history_of_two_outputs_is_the_plain_one()
+
+
+@pytest.fixture
+def plain_once(monkeypatch):
+    """Keras's own step runs once, is found to need more than the limit, and a plan trains on."""
+    runs = []
+
+    def is_over(_, shape):
+        return shape.phase is Phase.PLAIN and bool(runs or runs.append(True))
+
+    monkeypatch.setattr("keras_remat.training.tools.Tools.is_over", is_over)
+    return runs
+
+
+def mixed_epoch(before, size, *callbacks):
+    """Fits with batches of another size first, if there are any, then in two ways."""
+    model, (x, targets) = two_outputs()
+    data = x[:80], [y[:80] for y in targets]
+    if before:
+        fit(model, data, batch_size=before)
+    return fit(model, data, *callbacks, batch_size=size, epochs=2)
+
+
+@pytest.mark.parametrize(("before", "size"), [(16, 16), (32, 16)])
+def test_losses_of_every_output_are_the_plain_ones_after_a_plain_fit(before, size, plain_once):
+    """On TensorFlow Keras's own step may have been traced, before the callback came, for the size
+    of its batches, which it counts, or for any, where it counts once."""
+    expected = mixed_epoch(before, size)
+    remat = callback()
+    history = mixed_epoch(before, size, remat)
+    assert plain_once
+    assert remat.plan is not None
+    for key in expected:
+        assert history[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def test_losses_of_every_output_add_up_where_batches_are_joined(plain_once):
+    """The last ones that are joined are fewer: what counts are samples."""
+    model, (x, targets) = two_outputs()
+    remat = keras_remat.RematAutotune(
+        "8GiB", batch_size=32, solver="greedy", profile_steps=1, verbose=0
+    )
+    fit(model, (x[:80], [y[:80] for y in targets]), batch_size=16)
+    history = fit(model, (x[:80], [y[:80] for y in targets]), remat, batch_size=16)
+    assert plain_once
+    assert remat.plan is not None
+    assert history["loss"] == pytest.approx(np.add(history["a_loss"], history["b_loss"]), rel=1e-5)
 
 
 def test_two_steps_tell_what_a_plain_one_takes():

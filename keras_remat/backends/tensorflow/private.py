@@ -6,7 +6,8 @@ handle and an object for it, the graph or the operations of a function's definit
 when it refuses to compile, which devices have a kernel for an op and where that keeps its outputs,
 what an allocator may take, whether devices exist already and whether oneDNN is on, capturing an
 eager tensor under a chosen name, calling a function with a session configuration of its own,
-reading the profiler's raw trace, what Keras's own ``train_step`` does with the losses' trackers,
+reading the profiler's raw trace, what Keras's own ``train_step`` does with the losses' trackers and
+for which batches it was traced,
 which variables and which numbers of collective ops belong together on the devices of a strategy, in
 what packs its replicas exchange gradients, the HLO of a function and the buffers that XLA gives it,
 a traced function whose graph goes with it, and two
@@ -17,6 +18,7 @@ When a new version moves one of these, this is the file to mend: one file, thoug
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +37,7 @@ from tensorflow.core.protobuf import (
 )
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.data.ops import iterator_ops
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
@@ -401,12 +404,39 @@ def variable_of(handle: Any) -> Any:
     )
 
 
+def keeps_batch_size(function: Any, promised: Any) -> bool:
+    """Returns whether Keras's train function trains batches whose size is promised with a step that
+    was traced for that size.
+
+    TensorFlow runs an older trace for any size instead, and makes one where there are traces for
+    other sizes alone.
+
+    Args:
+        function: as Keras made it.
+        promised: ``element_spec`` of the data's iterator.
+    """
+    traced: Any = inspect.getclosurevars(function).nonlocals.get("multi_step_on_iterator")
+    if traced is None or not hasattr(traced, "_list_all_concrete_functions"):
+        return True
+    wanted = iterator_ops.IteratorSpec(promised)
+    signatures = [one.structured_input_signature for one in traced._list_all_concrete_functions()]
+    others = [spec for (spec, *_), _ in signatures if isinstance(spec, iterator_ops.IteratorSpec)]
+    return wanted in others or all(
+        wanted.most_specific_common_supertype([other]) is None for other in others
+    )
+
+
 @contextmanager
 def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
-    """Lets what is tracked of every output's loss count once for a step, or as ``share`` of one.
+    """Lets what is tracked of every output's loss count as it does in Keras's own step: an epoch's
+    mean would mix both.
 
-    So it counts in ``fit`` on TensorFlow, where batches have no static size. Where they have one,
-    Keras counts samples, and an epoch's mean would mix both.
+    Where that step knows the size of its batches, it counts samples. Else, as outside of ``fit``,
+    every step counts once.
+
+    Args:
+        model: whose train function says what its step knows, while ``fit`` runs.
+        share: what part of a step is traced.
     """
     import keras
 
@@ -414,16 +444,33 @@ def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
     if losses is None:
         yield
         return
+    by_samples = getattr(model.train_function, "knows_batch_size", False)
+    of_any_size: list[Any] = []  # targets, in a trace for joined batches too
 
-    def update_tracker(original: Any, values: Any, *args: Any, **options: Any) -> Any:
-        return original(values, sample_weight=share)
+    def call(original: Any, y_true: Any, *args: Any, **options: Any) -> Any:
+        targets = [target for target in tf.nest.flatten(y_true) if tf.is_tensor(target)]
+        of_any_size[:] = [t for t in targets if t.shape.rank and t.shape[0] is None][:1]
+        return original(y_true, *args, **options)
 
-    def update_mean(original: Any, metric: Any, values: Any, *args: Any, **options: Any) -> Any:
-        if any(metric is tracker for tracker in losses.metrics):
-            return original(metric, values, sample_weight=share)
-        return original(metric, values, *args, **options)
+    def weight(given: Any) -> Any:
+        if not by_samples:
+            return share
+        if given is None:  # an output whose size Keras's own step does not know, either
+            return tf.shape(of_any_size[0])[0] if of_any_size else share
+        return given
+
+    def update_tracker(original: Any, values: Any, sample_weight: Any = None) -> Any:
+        return original(values, sample_weight=weight(sample_weight))
+
+    def update_mean(
+        original: Any, metric: Any, values: Any, sample_weight: Any = None, **options: Any
+    ) -> Any:
+        is_tracker = any(metric is tracker for tracker in losses.metrics)
+        counted = weight(sample_weight) if is_tracker else sample_weight
+        return original(metric, values, sample_weight=counted, **options)
 
     with ExitStack() as counted:
+        counted.enter_context(wrapped(losses, "call", call))
         if losses.built:
             for tracker in losses.metrics:
                 counted.enter_context(wrapped(tracker, "update_state", update_tracker))

@@ -31,11 +31,19 @@ class InstalledTrainFunction(Installed):
 
     @property
     def any_size(self) -> bool:
-        """Returns whether the data set's batches have no fixed size, and Keras's own step is traced
-        for any."""
+        """Returns whether Keras's own step is traced for batches of any size: those of the data set
+        have no fixed one, or it was traced before for others."""
+        return self._promised is not None and not self.knows_batch_size
+
+    @property
+    def knows_batch_size(self) -> bool:
+        """Returns whether Keras's own step is traced for the size that the data set promises."""
+        if self._promised is None:
+            return False
         specs = tf.nest.flatten(self._promised)
         shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
-        return any(shape.rank and shape[0] is None for shape in shapes)
+        is_fixed = not any(shape.rank and shape[0] is None for shape in shapes)
+        return is_fixed and private.keeps_batch_size(self.original, self._promised)
 
     def _caller(self, iterator: Any) -> Caller | None:
         caller = super()._caller(iterator)

@@ -101,6 +101,7 @@ def test_a_division_is_computed_again_as_a_division(case):
 @pytest.mark.parametrize("last", [0, 2])
 def test_the_data_set_says_whether_the_batch_has_a_fixed_size(last):
     installed = InstalledTrainFunction.__new__(InstalledTrainFunction)
+    installed.original = lambda iterator: None  # nothing was traced for other batches before
     installed._runner = SimpleNamespace(caller=lambda iterator: Caller.FIT)
     installed._steps = lambda iterator: None
     data = tf.data.Dataset.range(3 * BATCH + last).batch(BATCH, drop_remainder=not last)
