@@ -53,6 +53,7 @@ from tensorflow.python.util import _pywrap_util_port
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from keras_remat.backends.keras_private import wrapped
+from keras_remat.errors import UnsupportedModelError
 
 _TASK = "/job:localhost/replica:0/task:0/device:"
 _CPU, _GPU = f"{_TASK}CPU:0", f"{_TASK}GPU:0"
@@ -143,6 +144,9 @@ def _run_grappler(meta_graph: Any, fetches: Sequence[str], *, off: Sequence[str]
 
     Without a cluster it would start a session with default options, which makes devices anew, on
     every card of the machine and not only on the visible ones.
+
+    Raises:
+        UnsupportedModelError: Grappler refuses the graph (one with numbers in ``float8_e5m2``).
     """
     config = config_pb2.ConfigProto()
     rewrite = config.graph_options.rewrite_options
@@ -161,7 +165,13 @@ def _run_grappler(meta_graph: Any, fetches: Sequence[str], *, off: Sequence[str]
         if logical.device_type in ("CPU", "GPU")
     ]
     cluster = grappler_cluster.Cluster(devices=devices)
-    optimized = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False, cluster=cluster)
+    try:
+        optimized = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False, cluster=cluster)
+    except tf.errors.OpError as error:
+        reason = str(error.message).splitlines()[0]
+        raise UnsupportedModelError(
+            f"TensorFlow's graph optimizer refuses the train step: {reason}"
+        ) from error
     rename_functions(optimized)
     return optimized
 

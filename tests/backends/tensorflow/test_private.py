@@ -13,6 +13,7 @@ from tensorflow.python.grappler import cluster as grappler_cluster
 from keras_remat.backends.tensorflow import backend, private
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
+from keras_remat.errors import UnsupportedModelError
 
 BACKEND = backend()
 
@@ -37,6 +38,17 @@ def test_grappler_starts_no_session(monkeypatch):
     traced_of(*keras_models.mlp())
     assert clusters
     assert all(names == ["/job:localhost/replica:0/task:0/device:CPU:0"] for names in clusters)
+
+
+def test_a_graph_that_grappler_refuses_is_one_that_cannot_be_planned(monkeypatch):
+    """So it does with numbers in ``float8_e5m2``, which a model that is quantized to float8 has."""
+
+    def refuse(*_, **__):
+        raise tf.errors.UnimplementedError(None, None, "Converting f8E5M2 to DataType\n\twhen ...")
+
+    monkeypatch.setattr(private.tf_optimizer, "OptimizeGraph", refuse)
+    with pytest.raises(UnsupportedModelError, match=r"step: Converting f8E5M2 to DataType$"):
+        traced_of(*keras_models.mlp())
 
 
 def image_model(blocks=3):
