@@ -37,7 +37,6 @@ from tensorflow.core.protobuf import (
 )
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.data.ops import iterator_ops
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
@@ -414,7 +413,14 @@ def variable_of(handle: Any) -> Any:
     )
 
 
-def keeps_batch_size(function: Any, promised: Any) -> bool:
+def promised_specs(iterator: Any) -> list[Any]:
+    """Returns what an iterator promises of the tensors of its batches; of every replica's part,
+    where they are divided."""
+    specs = tf.nest.flatten(iterator.element_spec)
+    return [part for spec in specs for part in getattr(spec, "_value_specs", (spec,))]
+
+
+def keeps_batch_size(function: Any, wanted: Any) -> bool:
     """Returns whether Keras's train function trains batches whose size is promised with a step that
     was traced for that size.
 
@@ -423,14 +429,13 @@ def keeps_batch_size(function: Any, promised: Any) -> bool:
 
     Args:
         function: as Keras made it.
-        promised: ``element_spec`` of the data's iterator.
+        wanted: the type of an iterator that promises the size.
     """
     traced: Any = inspect.getclosurevars(function).nonlocals.get("multi_step_on_iterator")
     if traced is None or not hasattr(traced, "_list_all_concrete_functions"):
         return True
-    wanted = iterator_ops.IteratorSpec(promised)
     signatures = [one.structured_input_signature for one in traced._list_all_concrete_functions()]
-    others = [spec for (spec, *_), _ in signatures if isinstance(spec, iterator_ops.IteratorSpec)]
+    others = [spec for (spec, *_), _ in signatures if isinstance(spec, type(wanted))]
     return wanted in others or all(
         wanted.most_specific_common_supertype([other]) is None for other in others
     )

@@ -27,6 +27,8 @@ class InstalledTrainFunction(Installed):
     counts_no_empty_step = keeps_first_trace = True
     end_of_data = (StopIteration, tf.errors.OutOfRangeError)
     _promised: Any = None  # what the iterator of ``fit`` promises of its batches
+    _data: Any = None  # the type of that iterator
+    _has_fixed_size = False  # whether its batches all have one size, as far as it tells
     _may_lack_parts = True  # whether a batch may have an empty ``Optional``
 
     @property
@@ -38,12 +40,14 @@ class InstalledTrainFunction(Installed):
     @property
     def knows_batch_size(self) -> bool:
         """Returns whether Keras's own step is traced for the size that the data set promises."""
-        if self._promised is None:
-            return False
-        specs = tf.nest.flatten(self._promised)
+        return self._has_fixed_size and private.keeps_batch_size(self.original, self._data)
+
+    def _learn(self, iterator: Any) -> None:
+        """Learns what the iterator of ``fit`` promises of its batches' size."""
+        specs = private.promised_specs(iterator)
         shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
-        is_fixed = not any(shape.rank and shape[0] is None for shape in shapes)
-        return is_fixed and private.keeps_batch_size(self.original, self._promised)
+        self._has_fixed_size = not any(shape.rank and shape[0] is None for shape in shapes)
+        self._data = tf.type_spec_from_value(iterator)
 
     def _caller(self, iterator: Any) -> Caller | None:
         caller = super()._caller(iterator)
@@ -52,6 +56,7 @@ class InstalledTrainFunction(Installed):
             if promised is not self._promised:  # another epoch's
                 specs = tf.nest.flatten(promised)
                 self._promised = promised
+                self._learn(iterator)
                 self._may_lack_parts = any(isinstance(spec, tf.OptionalSpec) for spec in specs)
         return caller
 

@@ -24,6 +24,8 @@ class MirroredTrainFunction(InstalledTrainFunction):
             if caller is Caller.NOBODY:
                 self.give_back()
             return self.original(iterator)
+        if self._data is None and hasattr(iterator, "element_spec"):
+            self._learn(iterator)
         return self._trained(iterator, caller)
 
     def _read(self, batch: Any) -> Any:

@@ -66,3 +66,12 @@ def test_what_a_step_raises_passes_through_after_the_original_is_back(model):
     with pytest.raises(ZeroDivisionError):
         train(iter([(tf.ones((4, 2)),)]))
     assert model.train_function is next
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_strategy_s_iterator_says_whether_batches_have_a_fixed_size(model, last):
+    model.train_function = lambda iterator: None  # nothing was traced for other batches before
+    train = MirroredTrainFunction(model, Runner(Caller.FIT))
+    data = tf.data.Dataset.range(12 + last).batch(4, drop_remainder=not last)
+    train(iter(model.distribute_strategy.experimental_distribute_dataset(data)))
+    assert train.knows_batch_size == (not last)
