@@ -28,6 +28,48 @@ def build(model: Any, batch: Any) -> None:
         raise
 
 
+def build_losses_and_metrics(model: Any, batch: Any) -> None:
+    """Makes the objects of a compiled model's losses and metrics, as its first step would.
+
+    A model whose outputs are only known when it is called, or that counts in its own way, makes
+    them itself: a call may have effects.
+
+    Args:
+        batch: specs, in the structure that ``fit`` gives.
+    """
+    import keras
+    from keras.src.models.functional import Functional
+
+    steps = ("train_step", "compute_loss", "compute_metrics")
+    if any(is_own(model, name, keras.Model) for name in steps):
+        return
+    if isinstance(model, keras.Sequential) and not is_own(model, "call", keras.Sequential):
+        if not hasattr(model, "outputs"):  # not before it is built
+            return
+        outputs = model.outputs[0]
+    elif isinstance(model, Functional) and not is_own(model, "call", Functional):
+        outputs = model.output
+    else:
+        return
+    targets = keras.utils.unpack_x_y_sample_weight(batch)[1]
+    if targets is None:
+        return
+    targets = keras.tree.map_structure(
+        lambda leaf: leaf and keras.KerasTensor(tuple(leaf.shape), leaf.dtype.name), targets
+    )
+    losses, metrics = model._compile_loss, model._compile_metrics
+    if losses is not None and not losses.built:
+        with keras.name_scope(losses.name):  # as when it is called
+            losses.build(targets, outputs)
+    if metrics is not None and not metrics.built:
+        metrics.build(targets, outputs)
+
+
+def is_own(model: Any, name: str, base: type) -> bool:
+    """Returns whether a model has another method of that name than a class of Keras."""
+    return name in vars(model) or getattr(type(model), name, None) is not getattr(base, name, None)
+
+
 @contextmanager
 def seed_generator_in_place() -> Iterator[None]:
     """Makes Keras's generator of seeds of the whole program first, where there is none yet: what

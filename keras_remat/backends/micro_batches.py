@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from keras_remat.backends.batches import batch_size_of, sliced, uneven_shape
-from keras_remat.backends.keras_private import layers, masks, wrapped
+from keras_remat.backends.keras_private import is_own, layers, masks, wrapped
 from keras_remat.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,7 @@ def check_can_be_split(model: Any) -> None:
     import keras
 
     for name in STEP_METHODS:
-        keras_own = getattr(keras.Model, name, None)
-        if name in vars(model) or getattr(type(model), name, None) is not keras_own:
+        if is_own(model, name, keras.Model):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has a {name} of its own, which cannot be split into "
                 "micro-batches."

@@ -35,7 +35,7 @@ def accumulated_train_step(
         model: compiled.
         count: 1 is the model's own step.
         batch: specs. Metrics and losses are built for them first: a trace that is refused leaves
-            those that it made without values.
+            those that it made without values, and one that makes some is followed by another one.
         separated: whether a data dependency keeps a micro-batch from starting before the one before
             has ended, for an executor that keeps no order.
 
@@ -50,6 +50,7 @@ def accumulated_train_step(
             return model.train_step(data)
 
     if count == 1:
+        keras_private.build_losses_and_metrics(model, batch)
         return own_step
     check_can_be_split(model)
     keras_private.build(model, batch)

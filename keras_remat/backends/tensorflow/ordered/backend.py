@@ -14,6 +14,7 @@ from keras_remat.backends import batches
 from keras_remat.backends.base import ProfileRecorder, RunStep
 from keras_remat.backends.example_batches import example_batch
 from keras_remat.backends.installed import Installed, StepRunner
+from keras_remat.backends.keras_private import is_own
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.tensorflow.graph import trace as tracing
@@ -193,7 +194,7 @@ def _build_optimizer(model: Any) -> None:
     itself.
     """
     optimizer = getattr(model, "optimizer", None)
-    is_own = "train_step" in vars(model) or type(model).train_step is not keras.Model.train_step
-    if optimizer is not None and not optimizer.built and model.built and not is_own:
+    steps_itself = is_own(model, "train_step", keras.Model)
+    if optimizer is not None and not optimizer.built and model.built and not steps_itself:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(model.trainable_variables)

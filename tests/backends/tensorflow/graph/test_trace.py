@@ -254,6 +254,67 @@ def test_specs_give_the_graph_that_arrays_give():
     assert fingerprint == traced_model(keras_models.mlp)[1].graph.fingerprint
 
 
+class Counts(layers.Layer):
+    """Counts how often it is called."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x
+
+
+class CountsTotals(keras.Model):
+    """Has logs of its own."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return super().compute_metrics(x, y, y_pred, sample_weight) | {"more": 1.0}
+
+
+def of_two_outputs(**options):
+    counts, inputs = Counts(), keras.Input((3,))
+    x = counts(inputs)
+    outputs = {"a": layers.Dense(1, name="a")(x), "b": layers.Dense(4, name="b")(x)}
+    y = {"b": np.zeros((8,), "int32"), "a": np.ones((8, 1), "float32")}
+    losses = {"a": "mse", "b": "sparse_categorical_crossentropy"}
+    model = CountsTotals if options.pop("own", False) else keras.Model
+    model = model(inputs, outputs)
+    model.compile("adam", losses, metrics={"b": "accuracy"}, **options)
+    return model, counts, y
+
+
+def of_layers():
+    counts = Counts()
+    model = keras.Sequential([keras.Input((3,)), counts, layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"], weighted_metrics=[keras.metrics.R2Score()])
+    return model, counts, np.ones((8, 1), "float32")
+
+
+@pytest.mark.parametrize("make", [of_two_outputs, of_layers])
+def test_a_step_is_traced_once_and_makes_what_keras_makes(make):
+    x = np.ones((8, 3), "float32")
+    model, counts, y = make()
+    counts.calls = 0
+    backend().trace(model, backend().example_batch(model, (x, y, np.ones(8, "float32"))))
+    assert counts.calls == (1 if make is of_two_outputs else 2)  # R2Score makes more at its update
+    plain, _, y = make()
+    plain.train_on_batch(x, y, np.ones(8, "float32"))
+    for of in (model, plain):
+        of.made = [re.sub(r"_\d+", "", variable.path) for variable in of.metrics_variables]
+        of.names = [metric.name for metric in of.metrics]
+    assert model.names == plain.names
+    assert model.made == plain.made
+    assert [v.dtype for v in model.metrics_variables] == [v.dtype for v in plain.metrics_variables]
+
+
+def test_a_model_that_counts_in_its_own_way_makes_what_it_counts_with_in_its_step():
+    model, counts, y = of_two_outputs(own=True)
+    counts.calls = 0
+    batch = backend().example_batch(model, (np.ones((8, 3), "float32"), y))
+    assert backend().trace(model, batch).graph.ops
+    assert counts.calls == 2
+
+
 def test_sparse_batch_is_refused_with_a_reason():
     model, (x, y) = keras_models.mlp()
     with pytest.raises(UnsupportedModelError, match="dense tensors"):
