@@ -9,9 +9,11 @@ when each value is read next (Belady's rule), whether an op may still run again 
     (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next
     need) ** b)
 
-goes first. An input of the running op that is read again later can go too where its buffer is taken
-over. Evicting late costs nothing: the derived lifetime of an evicted value ends at its last read,
-not at the moment of the decision.
+goes first. What a value costs is looked up only as far as it takes to see that another goes before
+it: near the floor a look would be at hundreds of ops, for a few ops that run. An input of the
+running op that is read again later can go too where its buffer is taken over. Evicting late costs
+nothing: the derived lifetime of an evicted value ends at its last read, not at the moment of the
+decision.
 
 DTR's own walk (:mod:`keras_remat.solvers.papers.dtr`) is another one on purpose: it locks inputs
 before they are there, takes the first that is missing, and may go over its budget. Why
@@ -20,10 +22,12 @@ there are three walks is said in :mod:`keras_remat.solvers.orders.demand`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Op, reused_bytes
@@ -31,8 +35,11 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.topology import last_runs
 
 OPS_PER_STEP = 10
-"""Running an op is a step, and so is looking at this many missing ones to see what a value
-costs."""
+"""Running an op is a step, and so is looking at this many missing ones to see what a value costs,
+or at this many values to see which of them cost something else now."""
+LOOKED_AT, LOOKED_AT_AGAIN = 200, 6
+"""How many missing ops are looked at, at most, to see what a value costs; and how many times as
+many as before, where that did not tell whether another one costs less."""
 KEPT_SHARE = 1 / 256
 """Share of the budget for small values that are never dropped. What is computed from them (a mean,
 spread out to the size of an activation) can then be computed again when the large values they come
@@ -110,7 +117,13 @@ class Eviction:
         self.kept = _small_values(problem)
         self.open = np.zeros(count, dtype=bool)  # alive and evictable
         self.cost, self.need = np.zeros(count), np.zeros(count)
+        self.looked_at = [0] * count  # the cost is of so many missing ops, if there are as many
         self.stale: dict[int, None] = {}
+        self.changed: dict[int, None] = {}  # what came or went since values were appraised
+        self.children = [
+            tuple(dict.fromkeys(child for i in readers for child in self.ops[i].outputs))
+            for readers in graph.readers
+        ]
         self.now = 0
         self.tick_s = max(sum(problem.profile.op_time_s[i] for i in base) / max(1, end), 1e-12)
 
@@ -168,7 +181,7 @@ class Eviction:
     def _bytes_to_compute(self, op_id: int) -> int:
         """Returns bytes of everything that has to be computed before ``op_id`` can run, and of what
         it computes."""
-        missing = self._missing(op_id, 200)
+        missing = self._missing(op_id, LOOKED_AT)
         return sum(self.nbytes[v] for i in missing for v in self.ops[i].outputs)
 
     def _lock(self, value_id: int) -> None:
@@ -205,8 +218,7 @@ class Eviction:
         for value_id in new:
             self.alive[value_id] = self.born[value_id] = True
             self.held += self.nbytes[value_id]
-            self._mark_children(value_id)
-            self.stale[value_id] = None
+            self.changed[value_id] = self.stale[value_id] = None
         for value_id in self.inputs[op_id]:
             self._unlock(value_id)
         for v in (*self.inputs[op_id], *op.outputs):
@@ -225,21 +237,22 @@ class Eviction:
         self.alive[value_id] = False
         self.open[value_id] = False
         self.held -= self.nbytes[value_id]
-        self._mark_children(value_id)
+        self.changed[value_id] = None
 
-    def _mark_children(self, value_id: int) -> None:
-        """Has the values appraised again that are computed from ``value_id``, directly or through
-        missing ones: what their recomputation takes has changed."""
-        stack, seen = [value_id], {value_id}
-        while stack and len(seen) < 500:
-            for reader in self.graph.readers[stack.pop()]:
-                for child in self.ops[reader].outputs:
-                    if child not in seen:
-                        seen.add(child)
-                        if self.alive[child]:
-                            self.stale[child] = None
-                        elif self.born[child]:
-                            stack.append(child)
+    def _mark_children(self) -> None:
+        """Has the values appraised again that are computed from what came or went, directly or
+        through missing ones: what their recomputation takes has changed."""
+        stack, seen = list(self.changed), set(self.changed)
+        while stack:
+            for child in self.children[stack.pop()]:
+                if child not in seen:
+                    seen.add(child)
+                    if self.alive[child]:
+                        self.stale[child] = None
+                    elif self.born[child]:
+                        stack.append(child)
+        self.steps += len(seen) // OPS_PER_STEP
+        self.changed.clear()
 
     def _needed(self, op: Op, new: list[int]) -> int:
         """Returns bytes to allocate before ``op`` can run and compute ``new``."""
@@ -288,17 +301,25 @@ class Eviction:
             for value_id in given_up:
                 self._appraise(value_id)
             ids = np.concatenate([np.flatnonzero(self.open), np.array(given_up, dtype=np.int64)])
-            if not len(ids):
+            if not (len(ids) and self._evict_best(ids)):
                 raise stuck
-            rating = self.cost[ids] ** self.policy.cost / (
-                self.size[ids] * np.maximum(self.need[ids] - self.now, 0.5) ** self.policy.distance
-            )
-            for at in np.argsort(rating, kind="stable"):
-                if self._evict(int(ids[at])):
-                    break
-                self.open[ids[at]] = False  # until what it is computed from comes or goes
+
+    def _evict_best(self, ids: npt.NDArray[np.int64]) -> bool:
+        """Evicts the value with the least score that can go; returns whether one could."""
+        distance = np.maximum(self.need[ids] - self.now, 0.5)
+        gain = self.size[ids] * distance**self.policy.distance
+        score = self.cost[ids] ** self.policy.cost / gain
+        while score[at := int(np.argmin(score))] < math.inf:
+            value_id = int(ids[at])
+            if self.looked_at[value_id] < LOOKED_AT:
+                self._look_further(value_id)
+                score[at] = self.cost[value_id] ** self.policy.cost / gain[at]
+            elif self._evict(value_id):
+                return True
             else:
-                raise stuck
+                self.open[value_id] = False  # until what it is computed from comes or goes
+                score[at] = math.inf
+        return False
 
     def _is_evictable(self, value_id: int) -> bool:
         producer = self.producer[value_id]
@@ -310,6 +331,7 @@ class Eviction:
         )
 
     def _refresh(self) -> None:
+        self._mark_children()
         for value_id in self.stale:
             self.open[value_id] = usable = not self.locks[value_id] and self._is_evictable(value_id)
             if usable:
@@ -317,11 +339,19 @@ class Eviction:
         self.stale.clear()
 
     def _appraise(self, value_id: int) -> None:
-        """Notes what the eviction of a value would cost, and when it will be needed again."""
-        missing = self._missing(self.producer[value_id], 200)
-        self.cost[value_id] = sum(self.op_time_s[i] for i in missing) + 0.01 * self.tick_s
+        """Notes what the eviction of a value would cost at the least, and when it will be needed
+        again."""
+        self.looked_at[value_id] = 1
+        self.cost[value_id] = self.op_time_s[self.producer[value_id]] + 0.01 * self.tick_s
         pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
         self.need[value_id] = min([*self.reads[value_id][-1:], *pending], default=len(self.base))
+
+    def _look_further(self, value_id: int) -> None:
+        """Looks at more of the ops that the eviction of a value would have run again."""
+        most = min(LOOKED_AT, LOOKED_AT_AGAIN * self.looked_at[value_id])
+        missing = self._missing(self.producer[value_id], most)
+        self.looked_at[value_id] = LOOKED_AT if len(missing) < most else most
+        self.cost[value_id] = sum(self.op_time_s[i] for i in missing) + 0.01 * self.tick_s
 
     def _missing(self, op_id: int, limit: int) -> list[int]:
         """Returns ``op_id`` and the ops that must run before it could run now, at most ``limit`` of

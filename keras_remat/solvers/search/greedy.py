@@ -50,8 +50,8 @@ FIRST_PASSES = 40
 of RematBench that have one it takes 1.0 to 1.2."""
 SLICED_FIRST_PASSES = 330
 """The same of a graph in slices. A part of what a normalization reads is computed again in several
-rounds over the batch, each time from far behind: a U-Net's of 5,267 ops in 8 slices takes 16 at 0.8
-of the floor of its whole ops, 34 at 0.56, 43 at 0.54, and 125 at 0.52."""
+rounds over the batch, each time from far behind: a U-Net's of 5,197 ops in 8 slices takes 7 at 0.8
+of the floor of its whole ops, 15 at 0.56, 22 at 0.54, and 65 at 0.52."""
 SLICED_POLICIES = POLICIES[1::-1]
 """The policies that a graph in slices is tried with first. On that U-Net the other policies go on
 without end."""

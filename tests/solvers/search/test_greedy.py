@@ -6,7 +6,7 @@ import pytest
 from graph_builder import Builder
 from random_problems import chain_problem, mixed_problem, seeds
 
-from keras_remat.core.deadline import Deadline
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.graph import Graph, Op, Value, chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -16,7 +16,8 @@ from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
 from keras_remat.core.validate import validate
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers import SOLVERS
-from keras_remat.solvers.search import greedy
+from keras_remat.solvers.search import eviction, greedy
+from keras_remat.solvers.search.eviction import Eviction
 
 
 @pytest.mark.parametrize("seed", seeds(300, 90))
@@ -190,3 +191,23 @@ def test_in_slices_the_order_that_goes_slice_by_slice_gets_most_steps(
     assert {policy for _, policy, _ in short} == set(greedy.SLICED_POLICIES)
     assert {patience for _, _, patience in short} == {greedy.SLICED_PATIENCE}
     assert long == (True, greedy.SLICED_POLICIES[0], greedy.SLICED_LAST_PATIENCE)
+
+
+def test_a_pass_near_the_floor_takes_few_looks_at_what_an_eviction_costs() -> None:
+    """Of most values it is soon known that another one costs less."""
+    problem, floor = normalized_in_slices(layers=12, parts=8)
+    problem = problem.with_budget(int(0.8 * floor))
+    default = Schedule.store_all(problem.graph).order
+    policy = greedy.SLICED_POLICIES[0]
+    order = Eviction(problem, default, policy, NO_DEADLINE, float("inf")).run(30 * len(default))
+    validate(problem, Schedule(order))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_short_looks_at_what_an_eviction_costs_decide_as_long_ones(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = mixed_problem(seed)
+    found = list(greedy.candidates(problem, deadline=NO_DEADLINE))
+    monkeypatch.setattr(eviction, "LOOKED_AT_AGAIN", eviction.LOOKED_AT)
+    assert list(greedy.candidates(problem, deadline=NO_DEADLINE)) == found
