@@ -16,7 +16,9 @@ from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.jax.writer import writer_of
 from keras_remat.backends.xla.fused_graph import SMALL_STATE_BYTES
+from keras_remat.backends.xla.holding import waits_for_updates
 from keras_remat.backends.xla.protect import Run, Writing
+from keras_remat.core.graph import UPDATE
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 
@@ -86,7 +88,7 @@ def lower_within(
         room_bytes: what it may add to the resident bytes; ``None`` for no limit.
         known: the same, compiled for another limit.
     """
-    ways = _ways(traced)
+    ways = _ways(traced, schedule)
     found = known or Written(lower(traced, schedule, ways[0]), ways[:1])
     for writing in ways[ways.index(found.ways[-1]) + 1 :]:
         over_bytes = 0 if room_bytes is None else found.added_bytes - room_bytes
@@ -100,19 +102,35 @@ def lower_within(
     return found
 
 
-def _ways(traced: JaxTracedStep) -> tuple[Writing, ...]:
-    """Returns how a schedule may be written where the step will run, the quickest way first."""
-    return tuple(Writing) if traced.target.on_gpu else (Writing.STRICT,)
+def _ways(traced: JaxTracedStep, schedule: Schedule) -> tuple[Writing, ...]:
+    """Returns how a schedule may be written where the step will run, the quickest way first; not
+    loosely where gradients that wait for their updates would take more than all that is left."""
+    if not traced.target.on_gpu:
+        return (Writing.STRICT,)
+    shapes = {traced.program.avals[at].shape for at in _dense_state(traced)}
+    updates = {
+        op.id
+        for op in traced.graph.ops
+        if op.phase == UPDATE
+        if any(traced.program.avals[traced.numbers[v]].shape in shapes for v in op.outputs)
+    }
+    waits = waits_for_updates(traced.graph, schedule.order, updates)
+    return tuple(Writing)[waits:]
+
+
+def _dense_state(traced: JaxTracedStep) -> list[int]:
+    """Returns numbers of large weights and optimizer slots, kernels of convolutions left out."""
+    program, n_state = traced.program, len(jax.tree.leaves(traced.state_specs))
+    convolutions = (e for e in program.equations if e.kind == CONVOLUTION)
+    kernels = {program.avals[e.reads[-1]].shape for e in convolutions}
+    large = (at for at in range(n_state) if program.sizes[at] >= SMALL_STATE_BYTES)
+    return [at for at in large if program.avals[at].shape not in kernels]
 
 
 def _dense_state_bytes(traced: JaxTracedStep) -> int:
     """Returns bytes of weights and optimizer slots, kernels of convolutions left out: no more is
     held by updates that are put off. (ResNet50's plan for 0.7 takes no less with early ones.)"""
-    program, n_state = traced.program, len(jax.tree.leaves(traced.state_specs))
-    convolutions = (e for e in program.equations if e.kind == CONVOLUTION)
-    kernels = {program.avals[e.reads[-1]].shape for e in convolutions}
-    large = (at for at in range(n_state) if program.sizes[at] >= SMALL_STATE_BYTES)
-    return sum(program.sizes[at] for at in large if program.avals[at].shape not in kernels)
+    return sum(traced.program.sizes[at] for at in _dense_state(traced))
 
 
 def lower(traced: JaxTracedStep, schedule: Schedule, writing: Writing = Writing.STRICT) -> Any:

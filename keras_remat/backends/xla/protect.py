@@ -111,7 +111,8 @@ class Writing(Enum):
     LOOSE = auto()
     """Nothing."""
     UPDATED = auto()
-    """Large weights are updated as soon as their gradients are there."""
+    """Large weights are updated as soon as their gradients are there, and the backward phase turns
+    kernels for itself."""
     HELD = auto()
     """Values that no product reads are held, and the phases kept apart, roughly."""
     STRICT = auto()
@@ -558,10 +559,12 @@ class Run:
             and not inputs[self._kinds.pooling_gradients[equation.kind]].late
         ):
             self._guard_input(equation, inputs, self._kinds.pooling_gradients[equation.kind])
-        elif self._writing in (Writing.LOOSE, Writing.UPDATED):
+        elif self._writing is Writing.LOOSE or (
+            self._writing is Writing.UPDATED and not self._turns_a_weight(equation)
+        ):
             return
         elif not any(x.late for x in inputs):
-            stale_ops = STALE_OPS if self._writing is Writing.HELD else 1
+            stale_ops = 1 if self._writing is Writing.STRICT else STALE_OPS
             self._guard_cheapest(equation, inputs, stale_ops=stale_ops)
         elif self._writing is Writing.STRICT and equation.kind in self._kinds.elementwise:
             size = self._program.sizes[equation.outputs[0]]
@@ -572,6 +575,17 @@ class Run:
                     and not inputs[at].late
                 ):
                     self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
+
+    def _turns_a_weight(self, equation: Equation) -> bool:
+        """Returns whether an equation lays out anew what the step is given, as a kernel is turned
+        for the gradient of its image. XLA would make that copy in one kernel with the one that the
+        forward phase reads, and hold it until then."""
+        sizes = self._program.sizes
+        return (
+            equation.kind in self._kinds.moving
+            and all(number < self._program.n_given for number in equation.reads)
+            and sizes[equation.outputs[0]] <= sum(sizes[number] for number in equation.reads)
+        )
 
     def _guard_cheapest(
         self, equation: Equation, inputs: list[_Value], stale_ops: int = 1, anew: bool = True

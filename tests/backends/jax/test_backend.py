@@ -134,6 +134,14 @@ def test_kernels_of_convolutions_are_no_reason_to_update_early(compiler):
     assert compiler == ["LOOSE", "HELD"]
 
 
+def test_large_dense_kernels_are_updated_early_at_once(compiler):
+    """Of a small batch their gradients are most of what the step takes."""
+    backend, model = JaxBackend(card("T4")), models.mixer(blocks=3, dropout=0)
+    traced = backend.trace(model, backend.example_batch(model, 1))
+    lowering.lower_within(traced, keras_remat.Schedule.store_all(traced.graph), None)
+    assert compiler == ["UPDATED"]
+
+
 def test_a_schedule_is_written_strictly_once_a_lower_limit_asks_for_it(step, compiler, monkeypatch):
     """Its loose step is known then, and does not keep to that limit."""
     monkeypatch.setattr("keras_remat.backends.jax.live_target", lambda: live("gpu", "a device"))

@@ -7,7 +7,13 @@ import pytest
 from flat_program import KINDS, LARGE
 from graph_builder import Builder
 
-from keras_remat.backends.xla.holding import apart, needed, updated_early, waiting
+from keras_remat.backends.xla.holding import (
+    apart,
+    needed,
+    updated_early,
+    waiting,
+    waits_for_updates,
+)
 from keras_remat.core.graph import BACKWARD, UPDATE
 
 
@@ -64,3 +70,15 @@ def test_weights_are_updated_behind_what_reads_the_old_ones():
     assert updated_early(graph, range(8), [6]) == (5, 0, 1, 2, 3, 6, 4, 7)
     assert updated_early(graph, [0, 1, 2, 3, 4, 3, 5, 6, 7], [6]) == (5, 0, 1, 2, 3, 4, 3, 6, 7)
     assert updated_early(graph, range(8), []) == tuple(range(8))
+
+
+@pytest.mark.parametrize(("share", "waits"), [(0.1, False), (0.5, True)])
+def test_gradients_that_wait_for_their_updates_are_told(share, waits):
+    b = Builder()
+    first = b.add("dot", LARGE)
+    gradient = b.add("dot", int(share * LARGE), (first,), phase=BACKWARD)
+    weight = b.add("add", 0, (gradient,), phase=UPDATE)
+    back = b.add("dot", LARGE, (first,), phase=BACKWARD)
+    graph = b.problem((weight, back)).graph
+    assert waits_for_updates(graph, range(4), {2}) == waits
+    assert not waits_for_updates(graph, range(4), ())

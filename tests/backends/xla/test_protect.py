@@ -8,7 +8,7 @@ from flat_program import KINDS, LARGE, FlatProgram, TextWriter, Written
 from random_problems import seeds
 
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
-from keras_remat.backends.xla.protect import SMALL_RESULT_BYTES, Run
+from keras_remat.backends.xla.protect import SMALL_RESULT_BYTES, Run, Writing
 
 SMALL = SMALL_RESULT_BYTES - 1
 
@@ -16,6 +16,7 @@ SMALL = SMALL_RESULT_BYTES - 1
 def ran(
     program, order=None, *,
     uses_branches=False, uses_barriers=False, early=(), kinds=KINDS, copied=(), state=(),
+    writing=Writing.STRICT,
 ):  # fmt: skip
     """Runs an order of ops; returns the outputs, and the writer."""
     backward = lambda equation: equation.scope == "backward"  # noqa: E731
@@ -24,7 +25,8 @@ def ran(
         program, uses_branches=uses_branches, uses_barriers=uses_barriers, copied=copied
     )
     given = [Written(f"x{n}", n) for n in range(program.n_given)]
-    run = Run(FusedStep(graph, handles, program, numbers), kinds, writer, given, early)
+    step = FusedStep(graph, handles, program, numbers)
+    run = Run(step, kinds, writer, given, early, writing=writing)
     run.order(range(len(graph.ops)) if order is None else order)
     return [run.output(atom) for atom in program.outputs], writer
 
@@ -271,6 +273,19 @@ def test_what_follows_an_update_waits_for_it_on_a_gpu():
     assert writer.guarded[-2:] == ["x1", back]
     _, writer = ran(program, state=state, uses_branches=True)
     assert not {"x1", back}.intersection(writer.guarded)
+
+
+@pytest.mark.parametrize(("writing", "guarded"), [(Writing.LOOSE, []), (Writing.UPDATED, ["x1"])])
+def test_a_kernel_is_turned_beside_its_gradient_where_updates_come_early(writing, guarded):
+    """What is spread, which takes no memory, is not."""
+    program = FlatProgram(LARGE, LARGE, 64)
+    made = program.add("dot", 0, 1)
+    turned = program.add("moved", 1, scope="backward")
+    spread = program.add("moved", 2, scope="backward")
+    back = program.add("dot", made, turned, spread, scope="backward")
+    program.returns(program.add("call", back, scope="backward"))
+    _, writer = ran(program, uses_barriers=True, writing=writing)
+    assert writer.guarded == guarded
 
 
 def test_what_would_share_a_kernel_with_what_runs_again_waits_for_it():
