@@ -55,7 +55,8 @@ def build_losses_and_metrics(model: Any, batch: Any) -> None:
     if targets is None:
         return
     targets = keras.tree.map_structure(
-        lambda leaf: leaf and keras.KerasTensor(tuple(leaf.shape), leaf.dtype.name), targets
+        lambda leaf: None if leaf is None else keras.KerasTensor(leaf.shape, leaf.dtype.name),
+        targets,
     )
     losses, metrics = model._compile_loss, model._compile_metrics
     if losses is not None and not losses.built:

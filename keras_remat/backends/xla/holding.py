@@ -229,10 +229,10 @@ def waits_for_updates(graph: Graph, order: Sequence[int], updates: Collection[in
     if not late:
         return False
     now, then = list(order), [*(op_id for op_id in order if op_id not in updates), *late]
-    return _most_alive(graph, then) > WAITING_SHARE * _most_alive(graph, now)
+    return _most_alive_bytes(graph, then) > WAITING_SHARE * _most_alive_bytes(graph, now)
 
 
-def _most_alive(graph: Graph, order: Sequence[int]) -> int:
+def _most_alive_bytes(graph: Graph, order: Sequence[int]) -> int:
     zeros = (0,) * len(graph.ops)
     problem = Problem(graph, Profile((0.0,) * len(graph.ops), zeros, 0))
     return int(live_bytes(problem, Schedule(tuple(order))).max(initial=0))
