@@ -39,6 +39,7 @@ def test_the_forward_phase_of_every_piece_is_one():
         assert three == pytest.approx(3 * one, rel=0.2)
 
 
+@pytest.mark.slow
 def test_fit_chooses_pieces_and_recomputation_together():
     """Every number of pieces that is tried trains batches; so does the odd last one."""
     x, y, weights = weighted_samples(3 * 4096 + 300)

@@ -56,7 +56,7 @@ def test_mutable_arrays_come_back():
     assert float(calls[...]) == 1.0
 
 
-@pytest.mark.parametrize("plan", [planned, search])
+@pytest.mark.parametrize("plan", [planned, pytest.param(search, marks=pytest.mark.slow)])
 def test_arrays_that_somebody_else_holds_stay(plan):
     model, batch = built()
     values = [np.array(array) for array in arrays_of(model)]

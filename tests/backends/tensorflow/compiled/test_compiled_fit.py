@@ -16,7 +16,7 @@ from tight_limit import tight_limit as limit_of
 import keras_remat
 
 BATCH = 2048
-QUICK = {"solver_time_limit_s": 5.0, "profile_steps": 1, "verbose": 0}
+QUICK = {"solver_time_limit_s": 2.0, "profile_steps": 1, "verbose": 0}
 
 
 def model_and_data(samples=6 * BATCH, dropout=0.1):
@@ -97,6 +97,7 @@ def test_second_fit_with_an_odd_last_batch():
         assert [epoch.samples for epoch in remat.report.epochs] == [2 * BATCH + 100] * 2
 
 
+@pytest.mark.slow
 def test_auto_measures_both_and_says_which_stays():
     """Without dropout: XLA and TensorFlow's kernels draw other numbers from the same seed."""
     model, data = model_and_data(24 * BATCH, dropout=0)

@@ -360,6 +360,7 @@ def below_the_floor(model, batch, share):
     return with_margin(resident + share * (floor - resident)), with_margin(floor)
 
 
+@pytest.mark.slow
 def test_a_batch_that_trains_in_slices_is_enlarged():
     """In a process of its own: in a pool that others have used, an array may get twice the bytes
     that it asks for, and then a larger batch is over the limit and given up."""
