@@ -108,6 +108,24 @@ def test_losses_of_every_output_add_up_where_batches_are_joined(plain_once):
     assert history["loss"] == pytest.approx(np.add(history["a_loss"], history["b_loss"]), rel=1e-5)
 
 
+def test_joined_batches_leave_nothing_to_a_later_fit():
+    """On TensorFlow Keras's own step would weigh the losses of other data as it did joined ones."""
+    model, (x, targets) = two_outputs()
+    weights = model.get_weights()
+    batches = [
+        (x[at : at + 16], tuple(y[at : at + 16] for y in targets)) for at in range(0, 84, 16)
+    ]
+    expected = fit(model, ((batch for batch in batches),), batch_size=None)
+    model, _ = two_outputs()
+    remat = keras_remat.RematAutotune("8GiB", batch_size=32, profile_steps=1, verbose=0)
+    fit(model, (x[:80], [y[:80] for y in targets]), remat, batch_size=16, epochs=2)
+    assert remat.report.batch_size == 32
+    model.set_weights(weights)
+    history = fit(model, ((batch for batch in batches),), batch_size=None)
+    for key in expected:
+        assert history[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
 def test_two_steps_tell_what_a_plain_one_takes():
     model, data = small()
     remat = callback()

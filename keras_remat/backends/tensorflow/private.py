@@ -413,6 +413,16 @@ def variable_of(handle: Any) -> Any:
     )
 
 
+def train_function(model: Any) -> Any:
+    """Returns a train function of Keras's that was traced for nothing yet."""
+    installed = model.train_function
+    try:
+        model.make_train_function(force=True)
+        return model.train_function
+    finally:
+        model.train_function = installed
+
+
 def promised_specs(iterator: Any) -> list[Any]:
     """Returns what an iterator promises of the tensors of its batches; of every replica's part,
     where they are divided."""

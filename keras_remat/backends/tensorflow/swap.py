@@ -77,13 +77,27 @@ class InstalledTrainFunction(Installed):
             updates.numpy()  # a GPU has done what was asked of it before
 
     def run_plain(self, batch: Any) -> Any:
+        iterator, function = _iterator_of(batch, self._promised), self.original
+        if iterator is None:
+            iterator, function = iter([batch]), self._of_joined()
         with private.losses_counted_as(self._model):  # it may trace
-            return self.original(_iterator_of(batch, self._promised))
+            return function(iterator)
+
+    def _of_joined(self) -> Any:
+        """Returns a function of Keras's for joined batches.
+
+        The original would run what was traced for them, which counts losses as this ``fit`` does,
+        on other data, too.
+        """
+        known = vars(self.original)
+        if "_keras_remat_joined" not in known:
+            known["_keras_remat_joined"] = private.train_function(self._model)
+        return known["_keras_remat_joined"]
 
 
-def _iterator_of(batch: Any, promised: Any) -> Iterator[Any]:
+def _iterator_of(batch: Any, promised: Any) -> Iterator[Any] | None:
     """Returns an iterator of one batch: where ``promised`` says what an iterator of ``tf.data``
-    would give, and the batch is such a one, an iterator of that kind."""
+    would give, an iterator of that kind; ``None`` where the batch is not such a one."""
     if promised is None:
         return iter([batch])
     optional = tf.nest.map_structure(
@@ -92,10 +106,10 @@ def _iterator_of(batch: Any, promised: Any) -> Iterator[Any]:
     try:
         tf.nest.assert_same_structure(optional, promised)
     except (TypeError, ValueError):
-        return iter([batch])
+        return None
     leaves, specs = tf.nest.flatten(optional), tf.nest.flatten(promised)
     if not all(spec.is_compatible_with(leaf) for leaf, spec in zip(leaves, specs, strict=True)):
-        return iter([batch])  # a joined batch, of data whose batches have a static size
+        return None  # a joined batch, of data whose batches have a static size
     exact = tf.data.Dataset.from_tensors(optional)
     variant = tf.data.experimental.to_variant(exact)
     only: Iterator[Any] = iter(tf.data.experimental.from_variant(variant, promised))
