@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_remat.backends.batches import batch_size_of, check_dense
-from keras_remat.backends.keras_private import as_fit_converts
+from keras_remat.backends.keras_private import as_fit_converts, is_own
 from keras_remat.backends.tables import names
 from keras_remat.errors import UnknownBatchError, unknown_name
 
@@ -313,8 +313,9 @@ def _from_model(
 def _computes_its_loss(model: Any) -> bool:
     """Returns whether a model has a ``train_step`` or ``compute_loss`` of its own, whose targets
     nobody knows."""
-    methods = (getattr(type(model), name) for name in ("train_step", "compute_loss"))
-    return any(not method.__module__.startswith("keras.") for method in methods)
+    import keras
+
+    return any(is_own(model, name, keras.Model) for name in ("train_step", "compute_loss"))
 
 
 def _target(output: Any, loss: Any, size: int, rng: np.random.Generator | None) -> np.ndarray:

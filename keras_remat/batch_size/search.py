@@ -12,8 +12,10 @@ size that fails wastes little, and one that succeeds says more than that it fits
    The bracket is closed from above only by a size whose order reaches no further than those before:
    most that are over the budget there are so by what the allocator wastes, and reach further than
    any made for a smaller size.
-3. Last come steps from the order that reaches furthest (:meth:`SizeSearch.improve_from_best`): a
+3. Then come steps from the order that reaches furthest (:meth:`SizeSearch.improve_from_best`): a
    little above its reach, annealing begins with it.
+4. Last, gaps that this order leaves in memory are closed, where the device is a compiler's heap
+   (:meth:`SizeSearch.close_gaps`).
 
 The solver's budget is the allowed one less what the allocator was seen to waste.
 
@@ -119,6 +121,7 @@ def search_batch_size(
     search.bisect(solver, solve_s, try_again=late_solver is None)
     if late_solver is not None:
         search.go_on(late_solver, late_s, quick_deadline_s)
+    search.close_gaps(OPTIONS.closing * clock_s)
     return replace(search.result(), fit=scaling.fit, time_limit_s=clock_s).times(multiple)
 
 
@@ -279,6 +282,25 @@ class SizeSearch:
             keep_s=OPTIONS.improve * self.work.left_s(),
         )
         self.improve_from_best(solver, OPTIONS.step * seconds)
+
+    def close_gaps(self, seconds: float) -> None:
+        """Closes gaps that the order which reaches furthest leaves in memory, as long as it reaches
+        further then.
+
+        Args:
+            seconds: of this thread's own work, so that other processes take nothing of it.
+        """
+        deadline_s, order = time.thread_time() + seconds, self.fastest.solution.schedule
+        while self.largest < self.at_most:
+            size = min(self.at_most, self.largest + max(1, int(self.largest * OPTIONS.resolution)))
+            if self._peak_bytes(order, size) is None:
+                return
+            problem = self._problem_at(size).with_budget(self.limit.usable_bytes)
+            closer = self.backend.memory.with_fewer_gaps(problem, order, deadline_s)
+            if closer is None:
+                return
+            order = closer
+            self.largest_fitting(order, size, self.largest + 1)
 
     def _may_go_on(self, solver: str, keep_s: float) -> bool:
         """Returns whether there is more work left than is to be kept, or a solve is sure."""

@@ -69,6 +69,32 @@ def test_every_size_is_one_that_the_devices_divide(multiple):
     assert rates[found.max_batch_size] == found.max_batch_size / found.plan.predicted.time_s
 
 
+def test_gaps_that_the_best_order_leaves_are_closed_as_long_as_it_reaches_further_then():
+    """Here every order leaves gaps of a tenth of what is alive, until an op runs once more."""
+    closed = set()
+
+    def gaps_bytes(problem, schedule):
+        return 0 if schedule in closed else simulate(problem, schedule).peak_bytes // 10
+
+    def with_fewer_gaps(problem, schedule, deadline_s):
+        assert problem.budget_bytes == budget
+        if schedule in closed:
+            return None
+        closed.add(other := Schedule((0, *schedule.order)))
+        return other
+
+    backend, budget = FakeBackend(allocator_bytes=gaps_bytes), store_all_peak(400)
+    before = search(budget, backend=backend, max_overhead=None)
+    backend.memory.with_fewer_gaps = with_fewer_gaps
+    found = search(budget, backend=backend, max_overhead=None)
+    assert len(closed) == 1
+    assert found.plan.solution.schedule in closed
+    assert found.max_batch_size > 1.05 * before.max_batch_size
+    assert found.plan.predicted.peak_bytes <= budget
+    bounded = search(budget, backend=backend, max_overhead=0.0)  # an op more is over the bound
+    assert bounded.plan.solution.schedule not in closed
+
+
 @pytest.mark.parametrize("start", [1, 4, 37, 400])
 def test_largest_batch_is_found_from_anywhere(start):
     budget = store_all_peak(40)
