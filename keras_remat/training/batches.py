@@ -31,6 +31,11 @@ def arrived(record: FitRecord, batch: Any) -> FitRecord:
     return replace(record, held=held, sizes=sizes.after_arrival(samples))
 
 
+def kept(record: FitRecord) -> FitRecord:
+    """Returns the record where what is left of the newest batch can wait for the next one."""
+    return replace(record, held=record.held.keeping_newest()) if record.held.samples else record
+
+
 @dataclass(frozen=True)
 class Due:
     """Says what the next step of held samples is.

@@ -58,6 +58,7 @@ def train(fit: FitState, arrived: Any) -> Any:
         return train(fit, arrived)
     for due in batches.due(fit, is_end=size < fit.record.sizes.loader):
         _train_one(fit, due)
+    fit.record = batches.kept(fit.record)
     return fit.record.logs
 
 

@@ -62,6 +62,12 @@ class HeldBatches:
             self, batches=(*self.batches, batch), samples=self.samples + batch_size_of(batch)
         )
 
+    def keeping_newest(self) -> Self:
+        """Returns the batches, the newest with memory of its own: a generator may write the next
+        batch into the arrays that it gave."""
+        newest = keras.tree.map_structure(_copied, self.batches[-1])
+        return replace(self, batches=(*self.batches[:-1], newest))
+
     def with_oldest(self, batch: Any) -> Self:
         """Returns what there was before a :meth:`taking`: the samples are the oldest again."""
         return replace(

@@ -57,6 +57,17 @@ def test_joined_batches_train_every_sample_once_and_the_rest_at_the_epochs_end()
     assert trainer.finish() is None
 
 
+def test_batches_that_are_held_are_not_what_the_data_write_next():
+    """A generator may fill the same arrays again and again."""
+    steps, array = FakeSteps(), np.zeros(LOADER, int)
+    trainer = Fixed(steps, "max", found=35)
+    for first in range(0, 12 * LOADER, LOADER):
+        array[:] = range(first, first + LOADER)
+        trainer.train((array, None))
+    trainer.finish()
+    assert_all_once(steps.trained, 12 * LOADER)
+
+
 def test_logs_are_the_newest_step_s():
     trainer = Fixed(FakeSteps(), "max", found=30)
     assert [trainer.train(batch_of(0, LOADER)) for _ in range(6)] == [1, 2, 2, 2, 3, 3]
