@@ -46,9 +46,8 @@ class SearchOptions:
         sure_solves: solves of a quick solver that neither work nor clock keeps from being made: so
             many halve the bracket to its resolution, a few that the allocator wastes included.
         sure_passes: passes over the ops that each of them may take at least.
-        closing: of the time limit, what closing gaps may take. One value takes a U-Net of 494 ops a
-            second: a T4's batch in 400 MiB became 49, of 46. MobileNetV2's of 1,530 ops took 2.3,
-            and became 362, of 349, in 500 MiB.
+        closing: of the time limit, what closing gaps may take. In a tenth of 40 seconds batches on
+            a T4 grew by 4, 5 and 9 % in three cases of twelve (``benchmarks/cards_batch.py``).
         most_predictions: of one order's peak, until the size that it reaches is taken for known.
         halved_every: of so many, one halves the bracket; the others follow the line of the peaks.
         furthest: times a known size that such a line is trusted.
