@@ -61,6 +61,25 @@ def test_losses_of_every_output_are_the_plain_ones_under_a_plan(over_any_limit):
     assert_history_of_two_outputs_is_the_plain_one()
 
 
+class OwnLoss(keras.Model):
+    """Takes no notice of the loss that it is compiled with."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.square(y_pred[0] - y[0]))
+
+
+def test_compiled_loss_that_the_model_does_not_use(over_any_limit):
+    """Keras takes it for one that is still to be built, by a call, which has no weights in ``fit``
+    on JAX."""
+    histories = []
+    for callbacks in ((), (callback(),)):
+        model, data = two_outputs()
+        model = OwnLoss(model.input, model.output)
+        model.compile("sgd", ["mse", "mae"])
+        histories.append(fit(model, data, *callbacks)["loss"])
+    assert histories[1] == pytest.approx(histories[0], rel=1e-5)
+
+
 @pytest.fixture
 def plain_once(monkeypatch):
     """Keras's own step runs once, is found to need more than the limit, and a plan trains on."""

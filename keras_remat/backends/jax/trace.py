@@ -164,7 +164,8 @@ def trace(
     if not target.is_live and layers_of_cudnn:
         other_step = cudnn.without_cudnn(model, other_step or model.train_step)
     with nullcontext() if target.is_live else cudnn.refused(model):
-        keras_private.build(model, batch_specs)
+        if state is None:  # fit has built it, and taken the values off the variables
+            keras_private.build(model, batch_specs)
         state_specs = private.state_specs(model, state)
         if keras.distribution.distribution() is None:
             check_placed(private.state_values(model) if state is None else state)
