@@ -33,15 +33,26 @@ from keras_remat.planning.request import PlanRequest, plan_by, plan_for
 from keras_remat.planning.slice_candidates import candidates
 from keras_remat.planning.slice_costs import sliced_costs
 
-#: Twice as many slices are taken where the batch becomes so many times as large.
-_WORTH_SLICES = 1.2
-#: The share of a search's time that the first search in slices may take where whole ops do not
-#: reach a size; each further one may take half of that of the one before.
-_SHARE_IN_SLICES = 0.5
-#: How many ways to slice a step are searched.
-_MOST_TRIES = 2
-#: Seconds for a plan to measure a second size under.
-_SECOND_PLAN_S = 1.0
+
+@dataclass(frozen=True)
+class SlicedSizeOptions:
+    """Rules how sizes are searched whose steps run in slices.
+
+    Args:
+        worth_slices: twice as many slices are taken where the batch becomes so many times as large.
+        search: the share of a search's time that the first search in slices may take where whole
+            ops do not reach a size; each further one may take half of that of the one before.
+        most_tries: ways to slice a step that are searched.
+        second_plan_s: seconds for a plan to measure a second size under.
+    """
+
+    worth_slices: float = 1.2
+    search: float = 0.5
+    most_tries: int = 2
+    second_plan_s: float = 1.0
+
+
+OPTIONS = SlicedSizeOptions()
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,7 @@ def searched_in_slices(
             further = search(more, share)
         except BudgetError:
             break
-        if further.max_batch_size < _WORTH_SLICES * found.max_batch_size:
+        if further.max_batch_size < OPTIONS.worth_slices * found.max_batch_size:
             break
         scaling, found, more = more, further, more.in_more()
     slicing = scaling.slicing
@@ -155,14 +166,14 @@ def searched_further(
     if found.max_batch_size >= wanted:
         return scaling, found
     for at, sliced in enumerate(in_slices):
-        share = _SHARE_IN_SLICES / 2**at
+        share = OPTIONS.search / 2**at
         try:
             further, its = searched_in_slices(sliced, search, share)
         except BudgetError:
             continue
         parts = sliced.slicing.parts
         is_reached = its.max_batch_size >= wanted - wanted % parts > found.max_batch_size
-        if is_reached or its.max_batch_size >= _WORTH_SLICES * found.max_batch_size:
+        if is_reached or its.max_batch_size >= OPTIONS.worth_slices * found.max_batch_size:
             return further, its
     return scaling, found
 
@@ -193,7 +204,7 @@ def scalings_below(
         if floor_bytes <= usable:
             yield sliced
             yielded += 1
-        if yielded == _MOST_TRIES:
+        if yielded == OPTIONS.most_tries:
             return
 
 
@@ -293,7 +304,7 @@ def _profile_at(
         batch_size=size,
         limit=step.limit,
         solver="greedy_first",
-        seconds=_SECOND_PLAN_S,
+        seconds=OPTIONS.second_plan_s,
     )
     usable = step.limit.usable_bytes
     try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from math import inf
@@ -52,31 +52,48 @@ from keras_remat.solvers import check_floor
 
 logger = logging.getLogger(__name__)
 
-#: A floor that is nearer to the budget leaves no room for a schedule: more parts are tried at once.
-_HOPELESS_SHARE = 0.85
-#: After a candidate failed, those come first whose floor is up to such a share of its floor, both
-#: without what is resident. For MobileNetV2's step at 0.8 of its floor the quick solver finds no
-#: schedule in five candidates with 0.5 to 1.0 of the first one's, and one in that with 0.25.
-_PROMISING_SHARE = 0.6
-#: A schedule in slices that adds more than such a share to the time of a step is dear: others are
-#: looked at. At 0.8 of the floor of a U-Net's step, 2, 4 and 8 slices add 3.1, 0.6 and 0.4.
-_DEAR_SHARE = 0.25
-#: Seconds of the quick solver's work for a look at a candidate.
-_LOOK_S = 4.0
-#: How many candidates are solved for.
-_MOST_TRIES = 4
-#: How many ops a sliced graph may have: so many times the whole one's, and so many more.
-_MOST_TIMES, _MOST_MORE = 4, 2000
-#: Where a batch trains in micro-batches, values of more than such a share of the largest one are
-#: there in slices: the least share that does not make the graph too large.
-_MICRO_BATCH_SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4)
+
+@dataclass(frozen=True)
+class SlicingOptions:
+    """Rules which ways to slice a step are tried, and for how long.
+
+    Args:
+        hopeless: a floor above this share of what the budget leaves for a step leaves no room for a
+            schedule: more parts are tried at once.
+        promising: after a candidate failed, those come first whose floor is up to such a share of
+            its floor, both without what is resident. For MobileNetV2's step at 0.8 of its floor the
+            quick solver finds no schedule in five candidates with 0.5 to 1.0 of the first one's,
+            and one in that with 0.25.
+        dear: a schedule in slices that adds more than such a share to the time of a step is dear:
+            others are looked at. At 0.8 of the floor of a U-Net's step, 2, 4 and 8 slices add 3.1,
+            0.6 and 0.4.
+        look_s: seconds of the quick solver's work for a look at a candidate.
+        most_tries: candidates that are solved for.
+        most_times, most_more: ops that a sliced graph may have, so many times the whole one's, and
+            so many more.
+        micro_batch_shares: where a batch trains in micro-batches, values of more than such a share
+            of the largest one are there in slices: the least share that does not make the graph too
+            large.
+    """
+
+    hopeless: float = 0.85
+    promising: float = 0.6
+    dear: float = 0.25
+    look_s: float = 4.0
+    most_tries: int = 4
+    most_times: int = 4
+    most_more: int = 2000
+    micro_batch_shares: tuple[float, ...] = (1 / 256, 1 / 64, 1 / 16, 1 / 4)
+
+
+OPTIONS = SlicingOptions()
 #: A way to slice a step, the step in slices, and its costs.
 _Candidate = tuple[Slicing, TracedStep, Problem]
 
 
 def _most_ops(graph: Graph) -> int:
     """Returns how many ops a graph may have in slices."""
-    return _MOST_TIMES * len(graph.ops) + _MOST_MORE
+    return OPTIONS.most_times * len(graph.ops) + OPTIONS.most_more
 
 
 def in_micro_batches(
@@ -112,7 +129,7 @@ def in_micro_batches(
     able = {op_id for op_id in able_ops(rules, parts) if rules[op_id].divides % samples == 0}
     able -= {op_id for op_id in able if not rules[op_id].partners <= able}
     handed_on = {op_id: _large_bytes(graph, op_id, rules[op_id]) for op_id in able}
-    for share in _MICRO_BATCH_SHARES:
+    for share in OPTIONS.micro_batch_shares:
         large_bytes = share * max(handed_on.values(), default=0)
         seeds = {op_id for op_id in able if handed_on[op_id] > large_bytes}
         chosen = grown(graph, rules, seeds, frozenset(able), large_bytes)
@@ -183,7 +200,7 @@ def plan_in_slices(
     found = _hopeful(slicer, request, estimate, undivided, floors)
     tried = None if seen is None else seen[0].slicing
     found = (one for one in found if one[0] != tried)
-    likely = islice(_by_promise(found, failed), _MOST_TRIES)
+    likely = islice(_by_promise(found, failed), OPTIONS.most_tries)
     for slicing, sliced, costs in _cheap_first(likely, request, failed):
         solver = QUICK if clock.is_over else request.solver
         try:
@@ -215,7 +232,7 @@ def _hopeful(
     """
     problem, budget = request.problem, request.limit.usable_bytes
     resident = problem.profile.resident_bytes
-    most_bytes = _HOPELESS_SHARE * (budget - resident)
+    most_bytes = OPTIONS.hopeless * (budget - resident)
     for slicing in candidates(problem, slicer.rules, budget):
         if ends_bytes(problem.graph, slicer.rules, slicing) > most_bytes:
             continue
@@ -241,7 +258,7 @@ def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[
     """
     waiting = []
     for one in found:
-        if failed and _floor_above_resident(one[2]) > _PROMISING_SHARE * failed[-1]:
+        if failed and _floor_above_resident(one[2]) > OPTIONS.promising * failed[-1]:
             waiting.append(one)
         else:
             yield one
@@ -278,7 +295,7 @@ def is_dear(time_s: float, whole: Problem) -> bool:
     Args:
         whole: the costs of the whole step.
     """
-    return time_s > (1 + _DEAR_SHARE) * whole.store_all_time_s
+    return time_s > (1 + OPTIONS.dear) * whole.store_all_time_s
 
 
 def _quick_time_s(costs: Problem, request: PlanRequest) -> float:
@@ -287,7 +304,7 @@ def _quick_time_s(costs: Problem, request: PlanRequest) -> float:
     usable = request.limit.usable_bytes
     search = BudgetSearch(costs, usable, request.memory, QUICK, request.seed)
     try:
-        return search.solve_at(usable, min(_LOOK_S, request.seconds))[0].time_s
+        return search.solve_at(usable, min(OPTIONS.look_s, request.seconds))[0].time_s
     except BudgetError:
         return inf
 
