@@ -94,6 +94,10 @@ class FakeOutOfMemoryError(Exception):
 class FakeStep(TracedStep):
     surplus_bytes: int = 0
     least_bytes: int = 0
+    unordered_bytes: int = 0
+
+    def plain_unordered_bytes(self, problem, memory):
+        return problem.profile.resident_bytes + self.unordered_bytes
 
     def plain_peak_bytes(self, problem, memory):
         least = problem.profile.resident_bytes + self.least_bytes
@@ -206,7 +210,7 @@ class FakeBackend:
         self.recording, self.watched_bytes = False, RESIDENT_BYTES
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
         self.fails_at, self.has_bytes, self.can_be_cut = set(), 2**60, True
-        self.plain_surplus_bytes = self.plain_least_bytes = 0
+        self.plain_surplus_bytes = self.plain_least_bytes = self.plain_unordered_bytes = 0
 
     @property
     def installed(self):
@@ -234,7 +238,7 @@ class FakeBackend:
             raise UnsupportedModelError("a train_step of its own")
         self.traced.append(size if micro_batches == 1 else (size, micro_batches))
         graph = chain_graph(-(-size // micro_batches), self._layers_at(size), **self.more)
-        needs = self.plain_surplus_bytes, self.plain_least_bytes
+        needs = self.plain_surplus_bytes, self.plain_least_bytes, self.plain_unordered_bytes
         return FakeStep(graph, {"samples": size}, *needs)
 
     def _layers_at(self, size):

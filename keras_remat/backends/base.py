@@ -123,6 +123,11 @@ class TracedStep:
         whose traced step differs from Keras's own has a rule of its own."""
         return memory.peak_bytes(problem, Schedule.store_all(self.graph))
 
+    def plain_unordered_bytes(self, problem: Problem, memory: MemoryModel) -> int:
+        """Returns the most that Keras's own step takes where it runs several ops at once, in no
+        order, resident bytes included; 0 where it does not."""
+        return 0
+
     def workspaces_towards(self, other: TracedStep, share: Fraction) -> Sequence[int]:
         """Returns the workspace that each op is expected to ask for at another batch size, where
         kernels begin at one: nothing where nobody knows of such.

@@ -88,6 +88,17 @@ class MemoryModel(Protocol):
         """Returns the predicted peak of Keras's own step in an order, resident bytes included."""
         return self.peak_bytes(problem, schedule)
 
+    def unordered_peak_bytes(self, problem: Problem, at_once: int, spare_bytes: int = 0) -> int:
+        """Returns the most that a step takes, resident bytes included, whose ops run in no order;
+        0 where that is not known.
+
+        Args:
+            problem: where all that its ops make fits its budget, that may be returned.
+            at_once: how many ops run at the same time.
+            spare_bytes: of the budget, which the step takes beside.
+        """
+        return 0
+
     def with_fewer_gaps(
         self, problem: Problem, schedule: Schedule, deadline_s: float
     ) -> Schedule | None:

@@ -162,7 +162,12 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays():
 
 
 @pytest.mark.parametrize(
-    ("need", "nbytes"), [("plain_surplus_bytes", 3_000), ("plain_least_bytes", PLAIN + 3_000)]
+    ("need", "nbytes"),
+    [
+        ("plain_surplus_bytes", 3_000),
+        ("plain_least_bytes", PLAIN + 3_000),
+        ("plain_unordered_bytes", PLAIN + 1_000),  # a tenth more is predicted
+    ],
 )
 def test_what_keras_own_step_needs_more_is_counted(need, nbytes):
     """The order that holds everything fits, Keras's own step does not: it does not run, and nothing

@@ -10,10 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.base import TracedStep
+from keras_remat.backends.host import cores
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.run_alone import compiled_scratch_bytes
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 
@@ -116,13 +118,26 @@ class TensorFlowStep(TracedStep):
         """Returns what Keras's own step is predicted to need, with its ops as they were traced.
 
         It runs an op as soon as all that it waits for has run, on a CPU several at once, and takes
-        another peak from run to run. To simulate that predicted no better
-        (``benchmarks/results/ablation.md``).
+        another peak from run to run: see :meth:`plain_unordered_bytes`.
         """
         if self.whole is not None:
             return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
-        resident_bytes = problem.profile.resident_bytes
         peak_bytes = memory.plain_step_peak_bytes(problem, Schedule.store_all(self.graph))
+        return self._with_own_needs(problem, peak_bytes)
+
+    def plain_unordered_bytes(self, problem: Problem, memory: MemoryModel) -> int:
+        """Returns the highest peak of simulated runs of Keras's own step, on a CPU."""
+        if self.whole is not None:
+            return self.whole.step.plain_unordered_bytes(self.whole.problem(problem), memory)
+        at_once = 1 if on_gpu() else threads() // max(1, len(self.replicas))
+        if at_once < 2:
+            return 0
+        peak_bytes = memory.unordered_peak_bytes(problem, at_once, self.plain_surplus_bytes)
+        return self._with_own_needs(problem, peak_bytes)
+
+    def _with_own_needs(self, problem: Problem, peak_bytes: int) -> int:
+        """Returns a peak with what Keras's own step needs and the traced one does not."""
+        resident_bytes = problem.profile.resident_bytes
         needed = max(peak_bytes - resident_bytes, self.plain_least_bytes)
         return resident_bytes + needed + self.plain_surplus_bytes
 
@@ -146,6 +161,12 @@ class TensorFlowStep(TracedStep):
         for name, holder in self.attached.items():
             names[holder] += (name,)
         return names
+
+
+def threads() -> int:
+    """Returns how many ops TensorFlow runs at once on this machine's CPU."""
+    asked: int = tf.config.threading.get_inter_op_parallelism_threads()
+    return asked or cores()
 
 
 def given_leaves(batch: Any) -> list[Any]:

@@ -191,21 +191,28 @@ class Uses:
 
     Attributes:
         peaks_bytes: schedule → its peak in the pool that is known.
+        unordered_bytes: how many ops run at once → the highest peak in no order, once simulated.
+        reads, writes: of every op, the large values, and the bytes of what it writes.
+        donors: of every op, values whose buffers it may take over, and their bytes.
+        workspace: of every op, the bytes that it asks for before its outputs, and after them.
+        assigns: of every op, its name where it assigns a variable.
+        kept: large values that are alive after the step.
     """
 
     def __init__(self, problem: Problem, smallest_bytes: int):
         graph, values = problem.graph, problem.graph.values
         self.problem, self.smallest_bytes = problem, smallest_bytes
         self.peaks_bytes: dict[Schedule, int] = {}
+        self.unordered_bytes: dict[int, int] = {}
         large = [
             max(1, smallest_bytes) <= value.nbytes and value.producer is not None
             for value in values
         ]
         kept = {v for v in graph.outputs if large[v]}
-        self._kept = kept
-        self._reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
+        self.kept = kept
+        self.reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
         self.writes = [[(v, values[v].nbytes) for v in op.outputs if large[v]] for op in graph.ops]
-        self._donors = [
+        self.donors = [
             [(v, values[v].nbytes) for v in op.may_reuse if v not in kept]
             if self.writes[op.id]
             else []
@@ -222,14 +229,14 @@ class Uses:
             for nbytes in problem.profile.op_workspace_bytes
         ]
         early = [op.kind in kinds.WORKSPACE_FIRST for op in graph.ops]
-        self._workspace = [
+        self.workspace = [
             (n, 0) if first else (0, n) for n, first in zip(workspace, early, strict=True)
         ]
-        self._assigns = [op.name if op.kind in kinds.TAKES_OVER else None for op in graph.ops]
+        self.assigns = [op.name if op.kind in kinds.TAKES_OVER else None for op in graph.ops]
         #: op that assigns a variable, and its bytes
         self.assigned = [
             (op.name, values[reads[0]].nbytes)
-            for op, reads in zip(graph.ops, self._reads, strict=True)
+            for op, reads in zip(graph.ops, self.reads, strict=True)
             if op.kind in kinds.TAKES_OVER and reads
         ]
 
@@ -239,7 +246,7 @@ class Uses:
         return [
             self._run(k, op_id, dying[k])
             for k, op_id in enumerate(schedule.order)
-            if self.writes[op_id] or any(self._workspace[op_id]) or dying[k]
+            if self.writes[op_id] or any(self.workspace[op_id]) or dying[k]
         ]
 
     def stretch(
@@ -260,7 +267,7 @@ class Uses:
         last: dict[int, int] = {}
         dying: list[list[int]] = [[] for _ in order]
         for k, op_id in enumerate(order):
-            for value_id in self._reads[op_id]:
+            for value_id in self.reads[op_id]:
                 last[value_id] = k
             for value_id, _ in self.writes[op_id]:
                 if value_id in last:
@@ -269,19 +276,19 @@ class Uses:
         if deaths is not None:
             deaths = deaths - Counter(value_id for there in dying for value_id in there)
         for value_id, k in last.items():
-            if value_id not in self._kept if deaths is None else deaths[value_id]:
+            if value_id not in self.kept if deaths is None else deaths[value_id]:
                 dying[k].append(value_id)
         return dying
 
     def _run(self, k: int, op_id: int, dying: list[int]) -> Run:
-        early, late = self._workspace[op_id]
-        return Run(k, early, self._taking_over(op_id, dying), late, self._assigns[op_id], dying)
+        early, late = self.workspace[op_id]
+        return Run(k, early, self._taking_over(op_id, dying), late, self.assigns[op_id], dying)
 
     def _taking_over(self, op_id: int, dying: list[int]) -> list[tuple[int, int, int | None]]:
         """Returns what an op writes, each with the dying value of its size, if any, whose buffer it
         takes over."""
         result: list[tuple[int, int, int | None]] = []
-        donors = [(v, size) for v, size in self._donors[op_id] if v in dying]
+        donors = [(v, size) for v, size in self.donors[op_id] if v in dying]
         for value_id, nbytes in self.writes[op_id]:
             donor = next((v for v, size in donors if size == nbytes), None)
             donors = [(v, size) for v, size in donors if v != donor]

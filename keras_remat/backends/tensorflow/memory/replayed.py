@@ -10,6 +10,7 @@ from keras_remat.backends.memory import CalibratedMemory
 from keras_remat.backends.tensorflow.memory.gaps import closer
 from keras_remat.backends.tensorflow.memory.pool import Pool, recorded_pool
 from keras_remat.backends.tensorflow.memory.replay import Replay, Uses, replayed_peak_bytes
+from keras_remat.backends.tensorflow.memory.unordered import unordered_peak_bytes
 from keras_remat.backends.tensorflow.profiler.events import Allocations
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -71,6 +72,12 @@ class ReplayedMemory(CalibratedMemory):
         if self._pool is None:
             return self.peak_bytes(problem, schedule)
         return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes)
+
+    def unordered_peak_bytes(self, problem: Problem, at_once: int, spare_bytes: int = 0) -> int:
+        """Returns the highest peak of simulated runs in an unknown pool (:mod:`.unordered`); see
+        :class:`~keras_remat.backends.memory.MemoryModel`."""
+        fitting = 0 if problem.budget_bytes is None else problem.budget_bytes - spare_bytes
+        return unordered_peak_bytes(self._uses_of(problem), at_once, fitting)
 
     def find_pool(self, memory: Allocations) -> None:
         """Assumes that later steps start from the pool just recorded, and resets the calibration.

@@ -1,6 +1,8 @@
 """A traced step tells what Keras's own step needs: its ops as they were traced, and what is in none
 of them."""
 
+from dataclasses import replace
+
 import keras
 import pytest
 import tensorflow as tf
@@ -8,12 +10,15 @@ from keras import layers
 
 from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow.graph import step as step_module
+from keras_remat.backends.tensorflow.memory.replayed import ReplayedMemory
+from keras_remat.backends.tensorflow.ordered import scratch
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def step():
     """Each gradient of the batch normalizations waits for the one before, by a control edge."""
     keras.utils.set_random_seed(0)
@@ -35,9 +40,40 @@ def test_the_plain_step_is_predicted_as_it_was_traced(step):
 
 @pytest.mark.parametrize(("least", "surplus"), [(0, 3_000), (2**40, 0), (2**40, 3_000)])
 def test_what_no_op_holds_is_added(step, least, surplus):
-    traced, problem = step
+    traced, problem = replace(step[0]), step[1]
     activations = traced.plain_peak_bytes(problem, SimulatedMemory())
     activations -= problem.profile.resident_bytes
     vars(traced).update(plain_least_bytes=least, plain_surplus_bytes=surplus)  # both are cached
     needed = traced.plain_peak_bytes(problem, SimulatedMemory()) - problem.profile.resident_bytes
     assert needed == max(activations, least) + surplus
+
+
+@pytest.mark.parametrize(
+    ("threads", "replicas", "on_gpu", "at_once"),
+    [(8, 1, False, 8), (8, 3, False, 2), (2, 4, False, 0), (1, 1, False, 0), (8, 1, True, 0)],
+)
+def test_keras_own_step_runs_as_many_ops_at_once_as_there_are_threads(
+    step, monkeypatch, threads, replicas, on_gpu, at_once
+):
+    traced, problem = step
+    monkeypatch.setattr(step_module, "cores", lambda: threads)
+    monkeypatch.setattr(step_module, "on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 0)
+    traced = replace(traced, replicas=traced.replicas * replicas)
+    vars(traced)["plain_surplus_bytes"] = 3_000  # it is cached
+    memory = ReplayedMemory(smallest_bytes=0)
+    peak_bytes = memory.unordered_peak_bytes(problem, at_once) + 3_000 if at_once else 0
+    assert traced.plain_unordered_bytes(problem, memory) == peak_bytes
+
+
+def test_both_gradients_of_a_convolution_gather_at_once(step, monkeypatch):
+    """Without oneDNN each asks for a matrix, and both are ready when the image's gradient is."""
+    traced, _ = step
+    monkeypatch.setattr(scratch, "runs_own_kernels", lambda: True)
+    problem = Problem(traced.graph, backend().estimated_profile(traced))
+    memory, resident = ReplayedMemory(smallest_bytes=0), problem.profile.resident_bytes
+    monkeypatch.setattr(step_module, "threads", lambda: 2)
+    in_order = traced.plain_peak_bytes(problem, memory) - resident
+    at_once = traced.plain_unordered_bytes(problem, memory) - resident
+    workspace = sorted(problem.profile.op_workspace_bytes)
+    assert at_once >= in_order + 0.9 * workspace[-2] > in_order

@@ -1,0 +1,164 @@
+"""A step whose ops run in no order, several at once, replayed through TensorFlow's allocator.
+
+TensorFlow's executor begins an op as soon as all that it waits for has run, those that have waited
+longest first, and runs as many at once as it has threads. Which of them ends first differs from
+step to step. Without oneDNN both gradients of a convolution gather patches at the same time, often
+27 MiB each: one at a time, they were predicted at 40 MiB and took 72. Gradients of several weights
+wait together while their updates run.
+
+So steps are simulated in which chance says which op ends next: the highest is what Keras's own step
+takes at most, or nearly.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from keras_remat.backends.tensorflow.memory.best_fit import BestFitAllocator, Block, rounded
+from keras_remat.backends.tensorflow.memory.replay import Uses
+
+#: Steps that one pool serves: variables that are assigned lie elsewhere in each.
+_STEPS = 3
+#: How many ops are simulated in all, and in how many pools at least and at most: of 753 ops the
+#: highest of eight pools took what the highest of 32 did.
+_OPS, _FEWEST, _MOST = 30_000, 2, 16
+
+
+def unordered_peak_bytes(uses: Uses, at_once: int, fitting_bytes: int = 0) -> int:
+    """Returns the highest peak of the simulated steps, resident bytes included.
+
+    Args:
+        uses: what the ops of the step do with the pool.
+        at_once: how many ops run at the same time.
+        fitting_bytes: where all that the step makes is no more, resident bytes included, nothing is
+            simulated, and that is returned.
+    """
+    everything = uses.problem.profile.resident_bytes + _all_bytes(uses, at_once)
+    if everything <= fitting_bytes:
+        return everything
+    if at_once not in uses.unordered_bytes:
+        chance, ops = random.Random(0), len(uses.problem.graph.ops)
+        pools = min(_MOST, max(_FEWEST, _OPS // (_STEPS * max(1, ops))))
+        step = _Unordered(uses, at_once)
+        uses.unordered_bytes[at_once] = max(step.peak_bytes(chance) for _ in range(pools))
+    return uses.unordered_bytes[at_once]
+
+
+def _all_bytes(uses: Uses, at_once: int) -> int:
+    """Returns twice what the step makes, since chunks may be twice as large as what is asked
+    for."""
+    made = sum(rounded(nbytes) for writes in uses.writes for _, nbytes in writes)
+    workspaces = sorted((rounded(sum(both)) for both in uses.workspace), reverse=True)
+    return 2 * (made + sum(workspaces[:at_once]))
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Holds an op that runs, and its workspace."""
+
+    op_id: int
+    workspace: tuple[Block | None, Block | None]
+
+
+class _Unordered:
+    """Runs the ops of a step in no order, in simulation; arguments as of
+    :func:`unordered_peak_bytes`."""
+
+    def __init__(self, uses: Uses, at_once: int):
+        self._uses, self._at_once = uses, at_once
+        graph = uses.problem.graph
+        before = [
+            {at for v in op.inputs if (at := graph.values[v].producer) is not None} | set(op.after)
+            for op in graph.ops
+        ]
+        self._waits = [len(ops) for ops in before]
+        self._followers: list[list[int]] = [[] for _ in graph.ops]
+        self._reads = [tuple(set(reads)) for reads in uses.reads]
+        self._readers = [0] * len(graph.values)
+        for op in graph.ops:
+            for other in before[op.id]:
+                self._followers[other].append(op.id)
+            for value_id in self._reads[op.id]:
+                self._readers[value_id] += 1
+
+    def peak_bytes(self, chance: random.Random) -> int:
+        """Returns the peak of a few steps in one pool, resident bytes included."""
+        allocator = BestFitAllocator(smallest_bytes=self._uses.smallest_bytes)
+        for nbytes in self._uses.batch.elements():
+            allocator.allocate(nbytes)
+        base = self._uses.problem.profile.resident_bytes - allocator.bytes_in_use
+        variables: dict[str, Block | None] = {}
+        for _ in range(_STEPS):
+            self._step(chance, allocator, variables)
+        return base + allocator.peak_bytes
+
+    def _step(
+        self,
+        chance: random.Random,
+        allocator: BestFitAllocator,
+        variables: dict[str, Block | None],
+    ) -> None:
+        waits, unread = list(self._waits), list(self._readers)
+        chunks: dict[int, Block | None] = {}  # value id → what it is in
+        ready = deque(op_id for op_id, count in enumerate(waits) if not count)
+        running: list[_Running] = []
+        while ready or running:
+            while ready and len(running) < self._at_once:
+                running.append(self._begun(ready.popleft(), allocator, chunks, unread))
+            ended = running.pop(chance.randrange(len(running)))
+            for chunk in ended.workspace:
+                allocator.release(chunk)
+            self._end(ended.op_id, allocator, chunks, unread, variables)
+            for follower in self._followers[ended.op_id]:
+                waits[follower] -= 1
+                if not waits[follower]:
+                    ready.append(follower)
+        for chunk in chunks.values():
+            allocator.release(chunk)
+
+    def _begun(
+        self,
+        op_id: int,
+        allocator: BestFitAllocator,
+        chunks: dict[int, Block | None],
+        unread: list[int],
+    ) -> _Running:
+        """Returns an op once all that it asks for is in use. It takes over the buffer of a value
+        that nobody else has yet to read."""
+        early_bytes, late_bytes = self._uses.workspace[op_id]
+        early = allocator.allocate(early_bytes)
+        donors = {v: n for v, n in self._uses.donors[op_id] if unread[v] == 1 and v in chunks}
+        for value_id, nbytes in self._uses.writes[op_id]:
+            donor = next((v for v, n in donors.items() if n == nbytes), None)
+            if donor is None:
+                chunks[value_id] = allocator.allocate(nbytes)
+            else:
+                donors.pop(donor)
+                chunks[value_id] = chunks.pop(donor)
+        return _Running(op_id, (early, allocator.allocate(late_bytes)))
+
+    def _end(
+        self,
+        op_id: int,
+        allocator: BestFitAllocator,
+        chunks: dict[int, Block | None],
+        unread: list[int],
+        variables: dict[str, Block | None],
+    ) -> None:
+        """Gives back what nobody reads from now on; a variable takes over what is assigned."""
+        kept, assigns = self._uses.kept, self._uses.assigns[op_id]
+        for value_id in self._reads[op_id]:
+            unread[value_id] -= 1
+            if unread[value_id] or value_id in kept or value_id not in chunks:
+                continue
+            if assigns is not None:
+                nbytes = self._uses.problem.graph.values[value_id].nbytes
+                allocator.release(variables.get(assigns) or allocator.unplaced(nbytes))
+                variables[assigns], assigns = chunks.pop(value_id), None
+            else:
+                allocator.release(chunks.pop(value_id))
+        for value_id, _ in self._uses.writes[op_id]:
+            if not unread[value_id] and value_id not in kept:
+                allocator.release(chunks.pop(value_id, None))
