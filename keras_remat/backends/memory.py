@@ -15,7 +15,8 @@ bytes alive are all that is known (:class:`SimulatedMemory`). All three learn by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -88,7 +89,13 @@ class MemoryModel(Protocol):
         """Returns the predicted peak of Keras's own step in an order, resident bytes included."""
         return self.peak_bytes(problem, schedule)
 
-    def unordered_peak_bytes(self, problem: Problem, at_once: int, spare_bytes: int = 0) -> int:
+    def unordered_peak_bytes(
+        self,
+        problem: Problem,
+        at_once: int,
+        spare_bytes: int = 0,
+        ahead_bytes: Mapping[int, int] = MappingProxyType({}),
+    ) -> int:
         """Returns the most that a step takes, resident bytes included, whose ops run in no order;
         0 where that is not known.
 
@@ -96,6 +103,8 @@ class MemoryModel(Protocol):
             problem: where all that its ops make fits its budget, that may be returned.
             at_once: how many ops run at the same time.
             spare_bytes: of the budget, which the step takes beside.
+            ahead_bytes: op id → what it asks for beside its workspace; the same for all problems of
+                a graph.
         """
         return 0
 

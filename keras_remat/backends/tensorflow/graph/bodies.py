@@ -12,6 +12,7 @@ Reference: ``cond_v2.py`` of TensorFlow (``_make_intermediates_match``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -36,6 +37,10 @@ _MAKES_NOTHING = kinds.VARIABLE_READS | names("""
 """)
 
 
+#: What adds a round's part to a sum.
+_SUMS = frozenset({"Add", "AddV2", "AddN"})
+
+
 @dataclass(frozen=True)
 class BodyBytes:
     """Says what the loops and branches of a graph hold.
@@ -45,11 +50,14 @@ class BodyBytes:
         shared: tensor name of an ``Optional`` → the output of the same op whose buffer it holds.
         workspace: op name → bytes that its largest body needs at once beside what the op reads and
             returns, if it runs one op at a time.
+        waiting: name of a loop → bytes that wait to be added to sums in each of the rounds that
+            Keras's own step begins before an earlier one has ended.
     """
 
     handed_on: dict[str, int] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     workspace: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)
 
 
 def body_bytes(
@@ -96,6 +104,8 @@ def body_bytes(
                 {f"{node.name}:{at}": f"{node.name}:{to}" for at, to in shared.items()}
             )
             found.workspace[node.name] = workspace
+            if bodies.waiting:
+                found.waiting[node.name] = bodies.waiting
         return []
 
     if calls:
@@ -121,11 +131,15 @@ class _Kept:
 
 
 class _Bodies:
-    """Reads bodies, those of inner loops and branches too; in the graph that is being built."""
+    """Reads bodies, those of inner loops and branches too; in the graph that is being built.
+
+    Attributes:
+        waiting: bytes that a round of the loop that was read last adds to sums; 0 of a branch.
+    """
 
     def __init__(self, functions: Mapping[str, Any], smallest_bytes: int):
         self._functions, self._smallest = functions, smallest_bytes
-        self._count = 0
+        self._count = self.waiting = 0
 
     def of(
         self, node: Any, operands: Sequence[Any], filled: Sequence[bool] = ()
@@ -150,11 +164,27 @@ class _Bodies:
                 if op.type in kinds.CONTROL_FLOW
             }
             in_lists = _elements(returned, given, filled) if is_loop else frozenset()
+            self.waiting = self._added(operations, returned, given) if is_loop else 0
             needed = max(needed, self._needed(operations, returned, inner, in_lists))
             if not is_loop:  # what a loop's round returns lives beside what the round has read
                 most = max(most, self._kept(returned, inner), key=_Kept.rank)
                 results = sum(map(self._nbytes, returned))
         return most.nbytes, most.shared, max(0, needed - results - sum(most.nbytes.values()))
+
+    def _added(
+        self, operations: Sequence[Any], returned: Sequence[Any], given: Sequence[Any]
+    ) -> int:
+        """Returns the bytes that a round adds to sums which nothing else in it reads: no later
+        round waits for them."""
+        reading = (op for op in operations if op.type not in kinds.VIEWS)
+        readers = Counter(_owner(tensor).name for op in reading for tensor in op.inputs)
+        added = 0
+        for total, tensor in zip(given, returned, strict=False):
+            read = [_owner(x) for x in _owner(tensor).op.inputs]
+            if _owner(tensor).op.type in _SUMS and readers[total.name] == 1:
+                parts = [x for x in read if x.name != total.name]
+                added += sum(self._made(x, {}) for x in parts) if len(parts) < len(read) else 0
+        return added
 
     def _kept(self, returned: Sequence[Any], inner: Mapping[str, Any]) -> _Kept:
         """Returns what the outputs of a branch hold, each buffer once."""

@@ -61,6 +61,7 @@ class TensorFlowStep(TracedStep):
         versions: the GraphDef's ``versions`` field.
         library: the GraphDef's function library.
         body_workspace_bytes: name of a loop or branch → what its largest body holds on its way.
+        waiting_bytes: name of a loop → what each of its rounds adds to sums.
         folded: names of the nodes that are no ops: views, constants, variable reads, ``NoOp``.
         inputs: ``(placeholder name, dtype, shape)`` of the batch, in flattening order, and then of
             the keys of a replica.
@@ -81,6 +82,7 @@ class TensorFlowStep(TracedStep):
     versions: Any
     library: Any
     body_workspace_bytes: Mapping[str, int]
+    waiting_bytes: Mapping[str, int]
     folded: frozenset[str]
     inputs: tuple[tuple[str, Any, Any], ...]
     output_tensors: tuple[str, ...]
@@ -132,8 +134,20 @@ class TensorFlowStep(TracedStep):
         at_once = 1 if on_gpu() else threads() // max(1, len(self.replicas))
         if at_once < 2:
             return 0
-        peak_bytes = memory.unordered_peak_bytes(problem, at_once, self.plain_surplus_bytes)
+        peak_bytes = memory.unordered_peak_bytes(
+            problem, at_once, self.plain_surplus_bytes, self._ahead_bytes
+        )
         return self._with_own_needs(problem, peak_bytes)
+
+    @cached_property
+    def _ahead_bytes(self) -> dict[int, int]:
+        """Returns op id of a loop → what waits for sums in the rounds that are ahead of the first
+        one that runs. Planned steps run next to none ahead."""
+        return {
+            self.op_id[name]: (self.nodes[name].attr["parallel_iterations"].i - 1) * nbytes
+            for name, nbytes in self.waiting_bytes.items()
+            if name in self.op_id
+        }
 
     def _with_own_needs(self, problem: Problem, peak_bytes: int) -> int:
         """Returns a peak with what Keras's own step needs and the traced one does not."""

@@ -249,6 +249,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
         versions=graph_def.versions,
         library=graph_def.library,
         body_workspace_bytes=bodies.workspace,
+        waiting_bytes=bodies.waiting,
         inputs=inputs,
         output_tensors=outputs,
         output_structure=recorded.output_structure,

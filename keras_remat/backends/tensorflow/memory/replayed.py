@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from keras_remat.backends.memory import CalibratedMemory
@@ -73,11 +75,17 @@ class ReplayedMemory(CalibratedMemory):
             return self.peak_bytes(problem, schedule)
         return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes)
 
-    def unordered_peak_bytes(self, problem: Problem, at_once: int, spare_bytes: int = 0) -> int:
+    def unordered_peak_bytes(
+        self,
+        problem: Problem,
+        at_once: int,
+        spare_bytes: int = 0,
+        ahead_bytes: Mapping[int, int] = MappingProxyType({}),
+    ) -> int:
         """Returns the highest peak of simulated runs in an unknown pool (:mod:`.unordered`); see
         :class:`~keras_remat.backends.memory.MemoryModel`."""
         fitting = 0 if problem.budget_bytes is None else problem.budget_bytes - spare_bytes
-        return unordered_peak_bytes(self._uses_of(problem), at_once, fitting)
+        return unordered_peak_bytes(self._uses_of(problem), at_once, ahead_bytes, fitting)
 
     def find_pool(self, memory: Allocations) -> None:
         """Assumes that later steps start from the pool just recorded, and resets the calibration.

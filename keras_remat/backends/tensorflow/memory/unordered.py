@@ -4,7 +4,7 @@ TensorFlow's executor begins an op as soon as all that it waits for has run, tho
 longest first, and runs as many at once as it has threads. Which of them ends first differs from
 step to step. Without oneDNN both gradients of a convolution gather patches at the same time, often
 27 MiB each: one at a time, they were predicted at 40 MiB and took 72. Gradients of several weights
-wait together while their updates run.
+wait together while their updates run. Loops begin rounds ahead, whose parts of sums wait.
 
 So steps are simulated in which chance says which op ends next: the highest is what Keras's own step
 takes at most, or nearly.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keras_remat.backends.tensorflow.memory.best_fit import BestFitAllocator, Block, rounded
@@ -26,22 +27,26 @@ _STEPS = 3
 _OPS, _FEWEST, _MOST = 30_000, 2, 16
 
 
-def unordered_peak_bytes(uses: Uses, at_once: int, fitting_bytes: int = 0) -> int:
+def unordered_peak_bytes(
+    uses: Uses, at_once: int, ahead_bytes: Mapping[int, int], fitting_bytes: int = 0
+) -> int:
     """Returns the highest peak of the simulated steps, resident bytes included.
 
     Args:
         uses: what the ops of the step do with the pool.
         at_once: how many ops run at the same time.
+        ahead_bytes: op id → what a loop asks for beside its workspace.
         fitting_bytes: where all that the step makes is no more, resident bytes included, nothing is
             simulated, and that is returned.
     """
     everything = uses.problem.profile.resident_bytes + _all_bytes(uses, at_once)
+    everything += 2 * sum(ahead_bytes.values())
     if everything <= fitting_bytes:
         return everything
     if at_once not in uses.unordered_bytes:
         chance, ops = random.Random(0), len(uses.problem.graph.ops)
         pools = min(_MOST, max(_FEWEST, _OPS // (_STEPS * max(1, ops))))
-        step = _Unordered(uses, at_once)
+        step = _Unordered(uses, at_once, ahead_bytes)
         uses.unordered_bytes[at_once] = max(step.peak_bytes(chance) for _ in range(pools))
     return uses.unordered_bytes[at_once]
 
@@ -66,8 +71,8 @@ class _Unordered:
     """Runs the ops of a step in no order, in simulation; arguments as of
     :func:`unordered_peak_bytes`."""
 
-    def __init__(self, uses: Uses, at_once: int):
-        self._uses, self._at_once = uses, at_once
+    def __init__(self, uses: Uses, at_once: int, ahead_bytes: Mapping[int, int]):
+        self._uses, self._at_once, self._ahead = uses, at_once, ahead_bytes
         graph = uses.problem.graph
         before = [
             {at for v in op.inputs if (at := graph.values[v].producer) is not None} | set(op.after)
@@ -137,7 +142,8 @@ class _Unordered:
             else:
                 donors.pop(donor)
                 chunks[value_id] = chunks.pop(donor)
-        return _Running(op_id, (early, allocator.allocate(late_bytes)))
+        late = allocator.allocate(late_bytes + self._ahead.get(op_id, 0))
+        return _Running(op_id, (early, late))
 
     def _end(
         self,

@@ -306,3 +306,23 @@ def test_a_branch_is_predicted_with_what_its_step_takes():
     step = backend().lower(traced, problem, order)
     _, usage = backend().measure(lambda: step(backend().example_batch(model, data)))
     assert 0.8 < predicted / (usage.peak_bytes - before) < 1.25
+
+
+@pytest.mark.parametrize("products", [1, 2])
+def test_what_a_loop_adds_to_sums_waits_in_rounds_ahead(products):
+    """The gradient of a weight is a sum over the rounds, which no round reads. The gradient of the
+    state is read by the next round."""
+    weights = tf.TensorSpec((WIDTH, WIDTH), tf.float32)
+
+    def run(x, weights):
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            rounds = tf.while_loop(
+                lambda at, _: at < 4, lambda at, x: (at + 1, chain(products, weights)(x)), (0, x)
+            )
+            loss = tf.reduce_sum(rounds[1])
+        return tape.gradient(loss, weights)
+
+    found, _ = held(run, X, weights)
+    (nbytes,) = found.waiting.values()  # of the backward loop alone
+    assert nbytes == products * WIDTH * WIDTH * 4

@@ -37,6 +37,13 @@ def test_kernels_that_run_at_once_hold_their_scratch_at_once():
     assert memory.unordered_peak_bytes(problem, 2) == in_order + 32 * MIB
 
 
+def test_what_loops_hold_ahead_is_beside_their_workspace():
+    problem, memory = gradients((8, 8)), ReplayedMemory(smallest_bytes=0)
+    ahead = {1: 24 * MIB}
+    found = memory.unordered_peak_bytes(problem, 2, ahead_bytes=ahead)
+    assert found == memory.unordered_peak_bytes(gradients((32, 8)), 2)
+
+
 def test_what_is_not_counted_is_held_nowhere():
     problem, memory = gradients((1, 1)), ReplayedMemory(smallest_bytes=2 * MIB)
     assert memory.unordered_peak_bytes(problem, 2) == 7 * MIB
