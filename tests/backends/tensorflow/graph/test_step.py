@@ -10,6 +10,7 @@ from keras import layers
 
 from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow.graph import kernel_scratch
 from keras_remat.backends.tensorflow.graph import step as step_module
 from keras_remat.backends.tensorflow.memory.replayed import ReplayedMemory
 from keras_remat.backends.tensorflow.ordered import scratch
@@ -70,6 +71,7 @@ def test_both_gradients_of_a_convolution_gather_at_once(step, monkeypatch):
     """Without oneDNN each asks for a matrix, and both are ready when the image's gradient is."""
     traced, _ = step
     monkeypatch.setattr(scratch, "runs_own_kernels", lambda: True)
+    monkeypatch.setattr(kernel_scratch, "_threads", lambda: 2)
     problem = Problem(traced.graph, backend().estimated_profile(traced))
     memory, resident = ReplayedMemory(smallest_bytes=0), problem.profile.resident_bytes
     monkeypatch.setattr(step_module, "threads", lambda: 2)
