@@ -250,6 +250,14 @@ class Graph:
         return tuple(map(tuple, readers))
 
     @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Returns for every value the ids of the values that its readers compute, each once."""
+        return tuple(
+            tuple(dict.fromkeys(child for i in readers for child in self.ops[i].outputs))
+            for readers in self.readers
+        )
+
+    @cached_property
     def needed(self) -> frozenset[int]:
         """Returns ids of the ops every schedule contains: those with an effect (not recomputable),
         the producers of outputs, and all they read from, transitively."""

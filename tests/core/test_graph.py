@@ -190,8 +190,9 @@ def test_records_are_frozen_and_hold_tuples():
             setattr(record, field, None)
 
 
-def test_readers_of_the_chain_example():
+def test_readers_of_the_chain_example_and_what_they_compute():
     assert chain_example().readers == ((1, 4), (2,), (3,), (4,), ())
+    assert chain_example().children == ((1, 4), (2,), (3,), (4,), ())
 
 
 def test_needed_follows_outputs_and_effects():

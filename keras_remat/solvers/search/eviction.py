@@ -120,10 +120,6 @@ class Eviction:
         self.looked_at = [0] * count  # the cost is of so many missing ops, if there are as many
         self.stale: dict[int, None] = {}
         self.changed: dict[int, None] = {}  # what came or went since values were appraised
-        self.children = [
-            tuple(dict.fromkeys(child for i in readers for child in self.ops[i].outputs))
-            for readers in graph.readers
-        ]
         self.now = 0
         self.tick_s = max(sum(problem.profile.op_time_s[i] for i in base) / max(1, end), 1e-12)
 
@@ -244,7 +240,7 @@ class Eviction:
         through missing ones: what their recomputation takes has changed."""
         stack, seen = list(self.changed), set(self.changed)
         while stack:
-            for child in self.children[stack.pop()]:
+            for child in self.graph.children[stack.pop()]:
                 if child not in seen:
                     seen.add(child)
                     if self.alive[child]:
