@@ -14,7 +14,10 @@ from keras_remat.backends.host import cores
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.run_alone import compiled_scratch_bytes
+from keras_remat.backends.tensorflow.graph.run_alone import (
+    compiled_scratch_bytes,
+    one_sample_scratch_bytes,
+)
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -161,6 +164,12 @@ class TensorFlowStep(TracedStep):
         alone tells."""
         captures = self.replicas[0].captures
         return compiled_scratch_bytes(self.nodes, self.library, captures, self.tensor_shapes)
+
+    @cached_property
+    def one_sample_scratch_bytes(self) -> dict[str, int]:
+        """Returns op name → bytes of scratch of oneDNN's convolutions of one sample, as far as
+        running each alone tells."""
+        return one_sample_scratch_bytes(self.nodes, self.tensor_shapes)
 
     @cached_property
     def op_id(self) -> dict[str, int]:

@@ -23,11 +23,12 @@ def estimated_workspace(traced: TensorFlowStep, op: Op) -> int:
 
     On a GPU convolutions without any are slow, so they get a guess. On a CPU oneDNN's kernels are
     taken to need none: how much depends on the processor, and a guess that is too high would refuse
-    what fits. TensorFlow's own kernels tell theirs by their shapes, what XLA compiles by
-    running alone, and loops and branches by their bodies.
+    what fits. Its convolutions of one sample tell theirs by running alone, as does what XLA
+    compiles; TensorFlow's own kernels by their shapes, and loops and branches by their bodies.
     """
     known = known_workspace(traced, op) or traced.compiled_scratch_bytes.get(op.name, 0)
     known = known or traced.body_workspace_bytes.get(op.name, 0)
+    known = known or traced.one_sample_scratch_bytes.get(op.name, 0)
     if device.on_gpu():
         return max(known, _guessed_workspace(traced, op))
     return known + (_own_workspace(traced, op) if runs_own_kernels() else 0)

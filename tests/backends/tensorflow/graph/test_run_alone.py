@@ -1,5 +1,7 @@
 """Outputs whose size only the kernel knows."""
 
+from functools import lru_cache
+
 import keras
 import numpy as np
 import pytest
@@ -115,3 +117,40 @@ def test_without_statistics_nothing_runs(monkeypatch):
     monkeypatch.setattr(run_alone.TensorFlowDevice, "has_statistics", False)
     monkeypatch.setattr(run_alone, "_scratch_bytes", lambda *call: pytest.fail("it ran"))
     assert traced_with_compiled([Compiled()]).compiled_scratch_bytes == {}
+
+
+def traced_with_convolutions(samples):
+    inputs = x = keras.Input((8, 8, 4))
+    for _ in range(2):
+        x = keras.layers.Conv2D(4, 3, padding="same", activation="relu")(x)
+    model = keras.Model(inputs, x)
+    model.compile("sgd", "mse", jit_compile=False)
+    data = np.ones((samples, 8, 8, 4), np.float32)
+    traced = BACKEND.trace(model, BACKEND.example_batch(model, (data, data)))
+    return traced, {
+        op.name: op.id for op in traced.graph.ops if op.kind in run_alone._OF_ONE_SAMPLE
+    }
+
+
+@pytest.mark.parametrize(("samples", "runs", "nbytes"), [(1, 1, 7), (2, 0, 0)])
+def test_equal_convolutions_of_one_sample_run_once_and_tell_their_scratch(
+    samples, runs, nbytes, monkeypatch
+):
+    ran, fresh = [], lru_cache(run_alone._convolution_scratch_bytes.__wrapped__)
+    monkeypatch.setattr(run_alone, "_convolution_scratch_bytes", fresh)
+    monkeypatch.setattr(run_alone, "_scratch_bytes", lambda *call: ran.append(call) or 7)
+    monkeypatch.setattr(run_alone, "runs_own_kernels", lambda: False)
+    monkeypatch.setattr(run_alone.TensorFlowDevice, "has_statistics", True)
+    traced, convolutions = traced_with_convolutions(samples)
+    workspace = BACKEND.estimated_profile(traced).op_workspace_bytes
+    assert {workspace[op_id] for op_id in convolutions.values()} == {nbytes}
+    assert len(convolutions) == 2
+    assert len(ran) == runs
+
+
+def test_onednn_tells_what_a_convolution_of_one_sample_asks_for():
+    traced, convolutions = traced_with_convolutions(1)
+    found = traced.one_sample_scratch_bytes
+    is_told = BACKEND.device.has_statistics and not run_alone.runs_own_kernels()
+    assert set(found) == (set(convolutions) if is_told else set())
+    assert all(nbytes >= 0 for nbytes in found.values())
