@@ -37,9 +37,10 @@ from keras_remat.core.topology import last_runs
 OPS_PER_STEP = 10
 """Running an op is a step, and so is looking at this many missing ones to see what a value costs,
 or at this many values to see which of them cost something else now."""
-LOOKED_AT, LOOKED_AT_AGAIN = 200, 6
-"""How many missing ops are looked at, at most, to see what a value costs; and how many times as
-many as before, where that did not tell whether another one costs less."""
+LOOKED_AT_AGAIN = 6
+"""What a value costs is first looked up at the op that computes it, and then at so many times as
+many missing ones as before, until another value is known to cost less (``benchmarks/ablation.py``
+says what that is worth)."""
 KEPT_SHARE = 1 / 256
 """Share of the budget for small values that are never dropped. What is computed from them (a mean,
 spread out to the size of an activation) can then be computed again when the large values they come
@@ -117,7 +118,8 @@ class Eviction:
         self.kept = _small_values(problem)
         self.open = np.zeros(count, dtype=bool)  # alive and evictable
         self.cost, self.need = np.zeros(count), np.zeros(count)
-        self.looked_at = [0] * count  # the cost is of so many missing ops, if there are as many
+        # the cost is of so many missing ops; infinite where it is of all
+        self.looked_at = [0.0] * count
         self.stale: dict[int, None] = {}
         self.changed: dict[int, None] = {}  # what came or went since values were appraised
         self.now = 0
@@ -177,7 +179,7 @@ class Eviction:
     def _bytes_to_compute(self, op_id: int) -> int:
         """Returns bytes of everything that has to be computed before ``op_id`` can run, and of what
         it computes."""
-        missing = self._missing(op_id, LOOKED_AT)
+        missing = self._missing(op_id)
         return sum(self.nbytes[v] for i in missing for v in self.ops[i].outputs)
 
     def _lock(self, value_id: int) -> None:
@@ -307,7 +309,7 @@ class Eviction:
         score = self.cost[ids] ** self.policy.cost / gain
         while score[at := int(np.argmin(score))] < math.inf:
             value_id = int(ids[at])
-            if self.looked_at[value_id] < LOOKED_AT:
+            if self.looked_at[value_id] < math.inf:
                 self._look_further(value_id)
                 score[at] = self.cost[value_id] ** self.policy.cost / gain[at]
             elif self._evict(value_id):
@@ -344,12 +346,12 @@ class Eviction:
 
     def _look_further(self, value_id: int) -> None:
         """Looks at more of the ops that the eviction of a value would have run again."""
-        most = min(LOOKED_AT, LOOKED_AT_AGAIN * self.looked_at[value_id])
+        most = LOOKED_AT_AGAIN * self.looked_at[value_id]
         missing = self._missing(self.producer[value_id], most)
-        self.looked_at[value_id] = LOOKED_AT if len(missing) < most else most
+        self.looked_at[value_id] = math.inf if len(missing) < most else most
         self.cost[value_id] = sum(self.op_time_s[i] for i in missing) + 0.01 * self.tick_s
 
-    def _missing(self, op_id: int, limit: int) -> list[int]:
+    def _missing(self, op_id: int, limit: float = math.inf) -> list[int]:
         """Returns ``op_id`` and the ops that must run before it could run now, at most ``limit`` of
         them."""
         found, stack = {op_id: None}, [op_id]
@@ -369,7 +371,7 @@ class Eviction:
         base_need = self.reads[value_id][-1:]
         latest = max(base_need + [self.latest[r] for r in readers])
         earliest = min(base_need + [self.earliest[r] for r in readers])
-        closure = self._missing(producer, len(self.ops))
+        closure = self._missing(producer)
         if any(self.last_run[op_id] < latest for op_id in closure):
             return False
         self._drop(value_id)

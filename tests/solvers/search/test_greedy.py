@@ -209,5 +209,5 @@ def test_short_looks_at_what_an_eviction_costs_decide_as_long_ones(
 ) -> None:
     problem = mixed_problem(seed)
     found = list(greedy.candidates(problem, deadline=NO_DEADLINE))
-    monkeypatch.setattr(eviction, "LOOKED_AT_AGAIN", eviction.LOOKED_AT)
+    monkeypatch.setattr(eviction, "LOOKED_AT_AGAIN", 1000)
     assert list(greedy.candidates(problem, deadline=NO_DEADLINE)) == found
