@@ -35,6 +35,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import SliceRule, Slicing
 from keras_remat.errors import (
     BudgetError,
+    InfeasibleBudgetError,
     InvalidProblemError,
     PlanMismatchError,
     ScheduleNotFoundError,
@@ -215,6 +216,8 @@ def plan_in_slices(
     if told is failure and least is not problem:
         with advising(least, request.limit, request.batch_size, request, seed=request.seed):
             check_floor(least.with_budget(budget))
+            if isinstance(told, InfeasibleBudgetError):  # of whole ops, whose floor is no more
+                raise ScheduleNotFoundError(budget, least.floor_bytes, solver=request.solver)
     raise told from failure.__cause__
 
 

@@ -263,6 +263,13 @@ def test_a_refusal_names_the_op_that_needs_most_in_slices():
     assert caught.value.floor_bytes == 100 + 2 * 50
 
 
+def test_a_refusal_tells_the_floor_in_slices_where_it_leaves_no_room_for_a_schedule():
+    step, problem, _ = head(weights=50)
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        plan_with_slices(step, request_for(problem, 205), estimate)
+    assert caught.value.floor_bytes == 100 + 2 * 50 < 205 < problem.floor_bytes
+
+
 def test_a_refusal_tells_the_least_that_was_found_and_hands_on_no_schedule_in_slices():
     """One that was found tells more than a lower floor; and its ops are not the whole step's."""
     step, problem, _ = head(large=6400)
