@@ -4,9 +4,9 @@ The allocator counts whole chunks, and hands out a free one whole that is less t
 request (:mod:`.best_fit`). Values of a step in slices are of few sizes, 1, 2, 4 and 8 MiB of a
 U-Net's, and between those that live, chunks of 5, 6 and 7 are left for requests of 4: at the peak
 of a step of 80 MiB alive, 93 are in use. Which chunks there are follows from the order of what is
-asked for and given back. So an op that got too large a chunk, while too much was in use, or one
-beside it, is moved past some neighbours; what leaves less above the limit, or as much, is kept.
-That step is at 90 MiB after 64 such tries.
+asked for and given back. So an op that got too large a chunk, while too much was in use, is moved
+past some neighbours; what leaves less above the limit, or as much, is kept. What that is worth is
+in ``benchmarks/results/ablation.md``.
 
 Ops that change places do not read one another's results, nor compute the same value, so every order
 is legal, and computes the same bits. Tries are counted, so that the same problem gives the same
@@ -25,12 +25,10 @@ from keras_remat.backends.tensorflow.memory.replay import Replay, Run, Uses
 from keras_remat.core.graph import Graph
 from keras_remat.core.schedule import Schedule
 
-#: Tries in all, and since the last that left less: each replays the step.
-_MOST_TRIES, _PATIENCE = 300, 100
-#: How far from an op that is to blame one is moved, and past how many others.
-_BESIDE, _FARTHEST = 6, 8
-#: How often an op is drawn for one try: most have neighbours that need them.
-_DRAWS = 100
+#: Tries, of which each draws an op, and replays the step where that one can move.
+_TRIES = 100
+#: Past how many others an op is moved at most.
+_FARTHEST = 8
 
 
 def closer(
@@ -45,25 +43,24 @@ def closer(
     """
     graph, rng = uses.problem.graph, random.Random(0)
     order, runs, found = list(schedule.order), uses.stretch(schedule.order), None
-    most, since = _excess_bytes(replay(), runs, limit_bytes), 0
+    most = _excess_bytes(replay(), runs, limit_bytes)
     blame = _blame(replay(), runs, limit_bytes)
-    for _ in range(_MOST_TRIES):
-        if not blame or since == _PATIENCE:
+    for _ in range(_TRIES):
+        if not blame:
             break
-        moved = _moved(graph, order, runs, blame, rng)
+        moved = _moved(graph, order, blame, rng)
         if moved is None:
-            break
+            continue
         first, stretch = moved
         there = slice(first, first + len(stretch))
         deaths = Counter(v for run in runs[there] for v in run.dying)
         other = [*runs[: there.start], *uses.stretch(stretch, first, deaths), *runs[there.stop :]]
         excess = _excess_bytes(replay(), other, limit_bytes, most)
-        since += 1
         if excess <= most:
             order[there], runs = stretch, other
             blame = _blame(replay(), runs, limit_bytes)
             if excess < most:
-                found, most, since = Schedule(tuple(order)), excess, 0
+                found, most = Schedule(tuple(order)), excess
     return found
 
 
@@ -96,28 +93,22 @@ def _blame(replay: Replay, runs: Sequence[Run], limit_bytes: int) -> Counter[int
 def _moved(
     graph: Graph,
     order: Sequence[int],
-    runs: Sequence[Run],
     blame: Counter[int],
     rng: random.Random,
 ) -> tuple[int, list[int]] | None:
-    """Returns a stretch of an order in which an op has moved that is to blame, or one beside it,
-    and the position of its first op; ``None`` where none was drawn that can move."""
-    positions, weights = list(blame), list(blame.values())
-    for _ in range(_DRAWS):
-        start = rng.choices(positions, weights)[0] + rng.randint(-_BESIDE, _BESIDE)
-        start = at = min(max(0, start), len(order) - 1)
-        if not runs[start].touches_pool:
-            continue
-        way, most = rng.choice((-1, 1)), rng.randint(1, _FARTHEST)
-        while abs(at - start) < most and 0 <= at + way < len(order):
-            pair = order[start], order[at + way]
-            if not _may_swap(graph, *(pair if way > 0 else pair[::-1])):
-                break
-            at += way
-        if at > start:
-            return start, [*order[start + 1 : at + 1], order[start]]
-        if at < start:
-            return at, [order[start], *order[at:start]]
+    """Returns a stretch of an order in which an op has moved that is to blame, and the position of
+    its first op; ``None`` where the op that was drawn cannot move."""
+    start = at = rng.choices(list(blame), list(blame.values()))[0]
+    way, most = rng.choice((-1, 1)), rng.randint(1, _FARTHEST)
+    while abs(at - start) < most and 0 <= at + way < len(order):
+        pair = order[start], order[at + way]
+        if not _may_swap(graph, *(pair if way > 0 else pair[::-1])):
+            break
+        at += way
+    if at > start:
+        return start, [*order[start + 1 : at + 1], order[start]]
+    if at < start:
+        return at, [order[start], *order[at:start]]
     return None
 
 

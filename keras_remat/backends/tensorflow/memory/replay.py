@@ -176,11 +176,6 @@ class Run(NamedTuple):
     assigns: str | None
     dying: list[int]
 
-    @property
-    def touches_pool(self) -> bool:
-        """Returns whether anything is asked for or given back."""
-        return bool(self.writes or self.dying or self.early_bytes or self.late_bytes)
-
 
 #: A run when all that it asks for is in use: value id → the chunk of each large value.
 Moment = tuple[Run, dict[int, Block | None]]

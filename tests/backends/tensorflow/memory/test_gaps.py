@@ -86,7 +86,7 @@ def test_the_runs_of_a_stretch_are_those_of_the_whole_order(seed):
     uses, order = Uses(problem, 0), random_schedule(rng, problem.graph).order
     runs = uses.stretch(order)
     for _ in range(20):
-        moved = gaps._moved(problem.graph, order, runs, Counter(range(1, len(order) + 1)), rng)
+        moved = gaps._moved(problem.graph, order, Counter(range(len(order))), rng)
         if moved is None:
             continue
         first, stretch = moved
