@@ -18,11 +18,14 @@ from keras_remat.backends.torch.held import Settings
 from keras_remat.backends.torch.variables import weights_of
 from keras_remat.errors import UnsupportedModelError
 
-#: How often a step is planned anew because other weights learn: a network that is released layer by
-#: layer, which is done in some ten stages, asks for that often.
+#: How often a step is planned anew because other weights learn, or recorded anew because a setting
+#: was changed, whatever it takes: a network that is released layer by layer, which is done in some
+#: ten stages, asks for that often.
 _MOST_CHANGES = 16
-#: A setting that was changed so often, and in more than one of so many steps, is not followed.
-_MOST_FOLLOWED, _SELDOM = 16, 10
+#: A setting that was changed more often, and in more than one of so many steps, is not followed. A
+#: recording takes up to 1.1 of a step's time (``benchmarks/results/ablation.md``), and so adds a
+#: tenth.
+_SELDOM = 10
 
 
 class InstalledTrainFunction(Installed):
@@ -88,7 +91,7 @@ class InstalledTrainFunction(Installed):
         return [
             name
             for name, times in self._changed.items()
-            if times > _MOST_FOLLOWED and times * _SELDOM > self._calls
+            if times > _MOST_CHANGES and times * _SELDOM > self._calls
         ]
 
     def _are_others_to_learn(self) -> bool:

@@ -246,7 +246,7 @@ def test_what_a_callback_sets_in_python_reaches_the_plan(tight_run):
 def test_what_is_set_in_every_step_ends_the_plan_where_the_step_reads_it(
     put, stays, tight_run, monkeypatch, recwarn
 ):
-    monkeypatch.setattr("keras_remat.backends.torch.swap._MOST_FOLLOWED", 2)
+    monkeypatch.setattr("keras_remat.backends.torch.swap._MOST_CHANGES", 2)
     traced, trace = [], TorchBackend.trace
     monkeypatch.setattr(TorchBackend, "trace", lambda *given: traced.append(given) or trace(*given))
     *_, limit, _, _ = tight_run
