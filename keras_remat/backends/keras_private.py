@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,7 @@ def is_own(model: Any, name: str, base: type) -> bool:
 def seed_generator_in_place() -> Iterator[None]:
     """Makes Keras's generator of seeds of the whole program first, where there is none yet: what
     draws from it inside would make it of stand-ins for arrays. If nothing draws from it, it goes
-    again, and what Python drew for it is given back."""
+    again, and what Python drew for it is given back, as is the number in its name."""
     from keras.src.backend.common import global_state
     from keras.src.random import seed_generator
 
@@ -84,7 +85,10 @@ def seed_generator_in_place() -> Iterator[None]:
         yield
         return
     before = random.getstate()
+    names = global_state.get_global_attribute("object_name_uids", defaultdict(int), True)
+    numbers = dict(names)
     generator = seed_generator.global_seed_generator()
+    with_its_own = dict(names)
     is_used = False
 
     def drawn(**options: Any) -> Any:
@@ -100,6 +104,9 @@ def seed_generator_in_place() -> Iterator[None]:
         if not is_used:
             global_state.set_global_attribute(name, None)
             random.setstate(before)
+            if names == with_its_own:  # nothing was named since
+                names.clear()
+                names.update(numbers)
 
 
 def masks(arrays: Any) -> list[Any]:

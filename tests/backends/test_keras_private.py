@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_remat.backends.keras_private import layers, masks
+from keras_remat.backends.keras_private import layers, masks, seed_generator_in_place
 
 
 def test_layers_are_those_of_nested_models_too():
@@ -19,3 +19,15 @@ def test_masks_are_those_of_the_outputs():
     mask, none = masks(model(np.asarray([[1, 2, 0]])))
     assert np.asarray(mask).tolist() == [[True, True, False]]
     assert none is None
+
+
+def test_a_generator_of_seeds_that_nothing_draws_from_leaves_no_name_behind():
+    """The names of later ones would be others than without it."""
+    names = []
+    for is_made in (False, True):
+        keras.utils.clear_session()
+        if is_made:
+            with seed_generator_in_place():
+                pass
+        names.append([keras.random.SeedGenerator(1).name for _ in range(2)])
+    assert names[1] == names[0]
