@@ -46,8 +46,9 @@ class SearchOptions:
         sure_solves: solves of a quick solver that neither work nor clock keeps from being made: so
             many halve the bracket to its resolution, a few that the allocator wastes included.
         sure_passes: passes over the ops that each of them may take at least.
-        closing: of the time limit, what closing gaps may take. In a tenth of 40 seconds batches on
-            a T4 grew by 4, 5 and 9 % in three cases of twelve (``benchmarks/cards_batch.py``).
+        closing: of the time limit, what closing gaps may take. In a tenth of 40 seconds predicted
+            batches on a T4 grew by 4, 5 and 9 % in three cases of twelve
+            (``benchmarks/cards_batch.py``).
         most_predictions: of one order's peak, until the size that it reaches is taken for known.
         halved_every: of so many, one halves the bracket; the others follow the line of the peaks.
         furthest: times a known size that such a line is trusted.

@@ -111,8 +111,7 @@ def needed(
         graph, order, kinds: as of :func:`waiting`.
         asked: positions of elementwise ops, whose results are asked about.
     """
-    schedule, zeros = Schedule(tuple(order)), (0,) * len(graph.ops)
-    problem = Problem(graph, Profile((0.0,) * len(graph.ops), zeros, 0))
+    schedule, problem = Schedule(tuple(order)), _without_costs(graph)
     alive, reads = live_bytes(problem, schedule), last_reads(problem, schedule)
     most = UNHELD_SHARE * alive.max(initial=0)
     ends = {(value, at): end for at, values in enumerate(reads) for value, end in values.items()}
@@ -233,9 +232,12 @@ def waits_for_updates(graph: Graph, order: Sequence[int], updates: Collection[in
 
 
 def _most_alive_bytes(graph: Graph, order: Sequence[int]) -> int:
-    zeros = (0,) * len(graph.ops)
-    problem = Problem(graph, Profile((0.0,) * len(graph.ops), zeros, 0))
-    return int(live_bytes(problem, Schedule(tuple(order))).max(initial=0))
+    return int(live_bytes(_without_costs(graph), Schedule(tuple(order))).max(initial=0))
+
+
+def _without_costs(graph: Graph) -> Problem:
+    count = len(graph.ops)
+    return Problem(graph, Profile((0.0,) * count, (0,) * count, 0))
 
 
 def _of_updates(graph: Graph) -> frozenset[int]:
