@@ -423,11 +423,37 @@ def train_function(model: Any) -> Any:
         model.train_function = installed
 
 
-def promised_specs(iterator: Any) -> list[Any]:
+def promised_specs(data: Any) -> list[Any]:
     """Returns what an iterator promises of the tensors of its batches; of every replica's part,
-    where they are divided."""
-    specs = tf.nest.flatten(iterator.element_spec)
-    return [part for spec in specs for part in getattr(spec, "_value_specs", (spec,))]
+    where they are divided.
+
+    Args:
+        data: the iterator, or its type.
+    """
+    specs = tf.nest.flatten(getattr(data, "element_spec", None) or data._element_spec)
+    parts = [part for spec in specs for part in getattr(spec, "_value_specs", (spec,))]
+    return [part for part in parts if isinstance(part, tf.TensorSpec)]
+
+
+def has_fixed_size(data: Any) -> bool:
+    """Returns whether all batches have one size, as far as their iterator, or its type, tells."""
+    shapes = [spec.shape for spec in promised_specs(data)]
+    return not any(shape.rank and shape[0] is None for shape in shapes)
+
+
+def _traced_data(function: Any) -> list[Any] | None:
+    """Returns the types of the iterators that Keras's train function was traced for; ``None`` where
+    it is another one."""
+    traced: Any = inspect.getclosurevars(function).nonlocals.get("multi_step_on_iterator")
+    if traced is None or not hasattr(traced, "_list_all_concrete_functions"):
+        return None
+    signatures = [one.structured_input_signature for one in traced._list_all_concrete_functions()]
+    return [spec for (spec, *_), _ in signatures]
+
+
+def knows_sizes(function: Any) -> bool:
+    """Returns whether Keras's train function was traced for batches that all have one size."""
+    return any(has_fixed_size(data) for data in _traced_data(function) or ())
 
 
 def keeps_batch_size(function: Any, wanted: Any) -> bool:
@@ -441,11 +467,10 @@ def keeps_batch_size(function: Any, wanted: Any) -> bool:
         function: as Keras made it.
         wanted: the type of an iterator that promises the size.
     """
-    traced: Any = inspect.getclosurevars(function).nonlocals.get("multi_step_on_iterator")
-    if traced is None or not hasattr(traced, "_list_all_concrete_functions"):
+    traced = _traced_data(function)
+    if traced is None:
         return True
-    signatures = [one.structured_input_signature for one in traced._list_all_concrete_functions()]
-    others = [spec for (spec, *_), _ in signatures if isinstance(spec, type(wanted))]
+    others = [data for data in traced if isinstance(data, type(wanted))]
     return wanted in others or all(
         wanted.most_specific_common_supertype([other]) is None for other in others
     )

@@ -7,7 +7,7 @@ batches a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,8 +28,10 @@ class InstalledTrainFunction(Installed):
     end_of_data = (StopIteration, tf.errors.OutOfRangeError)
     _promised: Any = None  # what the iterator of ``fit`` promises of its batches
     _data: Any = None  # the type of that iterator
+    _specs: Sequence[tf.TensorSpec] = ()  # what it promises of every tensor, a replica's in turn
     _has_fixed_size = False  # whether its batches all have one size, as far as it tells
     _may_lack_parts = True  # whether a batch may have an empty ``Optional``
+    _joined: Any = None  # a function of Keras's for joined batches, and the original it is beside
 
     @property
     def any_size(self) -> bool:
@@ -44,9 +46,8 @@ class InstalledTrainFunction(Installed):
 
     def _learn(self, iterator: Any) -> None:
         """Learns what the iterator of ``fit`` promises of its batches' size."""
-        specs = private.promised_specs(iterator)
-        shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
-        self._has_fixed_size = not any(shape.rank and shape[0] is None for shape in shapes)
+        self._specs = private.promised_specs(iterator)
+        self._has_fixed_size = private.has_fixed_size(iterator)
         self._data = tf.type_spec_from_value(iterator)
 
     def _caller(self, iterator: Any) -> Caller | None:
@@ -77,22 +78,25 @@ class InstalledTrainFunction(Installed):
             updates.numpy()  # a GPU has done what was asked of it before
 
     def run_plain(self, batch: Any) -> Any:
-        iterator, function = _iterator_of(batch, self._promised), self.original
+        iterator = _iterator_of(batch, self._promised)
         if iterator is None:
-            iterator, function = iter([batch]), self._of_joined()
-        with private.losses_counted_as(self._model):  # it may trace
+            return self._traced(self._of_joined(), iter([batch]))
+        return self._traced(self.original, iterator)
+
+    def _traced(self, function: Any, iterator: Iterator[Any]) -> Any:
+        """Calls a function of Keras's, which may trace."""
+        with private.losses_counted_as(self._model):
             return function(iterator)
 
     def _of_joined(self) -> Any:
-        """Returns a function of Keras's for joined batches.
+        """Returns a function of Keras's for joined batches, which goes with this ``fit``.
 
         The original would run what was traced for them, which counts losses as this ``fit`` does,
         on other data, too.
         """
-        known = vars(self.original)
-        if "_keras_remat_joined" not in known:
-            known["_keras_remat_joined"] = private.train_function(self._model)
-        return known["_keras_remat_joined"]
+        if self._joined is None or self._joined[1] is not self.original:
+            self._joined = private.train_function(self._model), self.original
+        return self._joined[0]
 
 
 def _iterator_of(batch: Any, promised: Any) -> Iterator[Any] | None:

@@ -4,12 +4,17 @@ batches."""
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import tensorflow as tf
 
 from keras_remat.backends.installed import Caller
+from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, divided
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
+
+#: Functions of Keras's that trained batches here which all have one size.
+_COUNT_SAMPLES: WeakSet[Any] = WeakSet()
 
 
 class MirroredTrainFunction(InstalledTrainFunction):
@@ -51,9 +56,28 @@ class MirroredTrainFunction(InstalledTrainFunction):
         )
 
     def run_plain(self, batch: Any) -> Any:
-        return super().run_plain(
-            tf.nest.map_structure(
-                lambda leaf: leaf.given if isinstance(leaf, ShardedArray) else leaf,
-                self.as_given(batch),
-            )
+        divided_batch = self.as_given(batch)
+        given = tf.nest.map_structure(
+            lambda leaf: leaf.given if isinstance(leaf, ShardedArray) else leaf, divided_batch
         )
+        function = self.original if self._is_for_original(divided_batch) else self._of_joined()
+        return self._traced(function, iter([given]))
+
+    def _is_for_original(self, batch: Any) -> bool:
+        """Returns whether the original may train a batch.
+
+        It keeps one trace for a size, also where Keras's own step is traced for any: what it keeps
+        of batches that all have that size counts samples, and of others it must not.
+        """
+        if self._data is None:
+            return True
+        if not self._has_fixed_size:
+            return self.original not in _COUNT_SAMPLES and not private.knows_sizes(self.original)
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, ShardedArray)]
+        parts = [part for leaf in leaves for part in leaf.parts]
+        is_promised = len(parts) == len(self._specs) and all(
+            spec.is_compatible_with(part) for spec, part in zip(self._specs, parts, strict=True)
+        )
+        if is_promised:
+            _COUNT_SAMPLES.add(self.original)
+        return is_promised

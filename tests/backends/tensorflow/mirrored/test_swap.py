@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -75,3 +76,32 @@ def test_a_strategy_s_iterator_says_whether_batches_have_a_fixed_size(model, las
     data = tf.data.Dataset.range(12 + last).batch(4, drop_remainder=not last)
     train(iter(model.distribute_strategy.experimental_distribute_dataset(data)))
     assert train.knows_batch_size == (not last)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_what_counts_samples_and_what_counts_steps_are_traced_by_different_functions(model, fixed):
+    """Keras's own step, which has one trace for a size, would weigh the losses of other data by
+    what was traced for joined batches, or for data whose batches all have one size."""
+    asked, beside = [], []
+
+    def make_train_function(force):
+        assert force
+        model.train_function = lambda iterator: beside.append(len(next(iterator).values[0]))
+
+    def original(iterator):
+        asked.append(len(next(iterator).values[0]))
+
+    model.make_train_function, model.train_function = make_train_function, original
+    ran = []
+    for last in [0] * fixed + [2]:
+        train = MirroredTrainFunction(model, Runner(Caller.FIT))
+        data = tf.data.Dataset.range(12 + last).batch(4, drop_remainder=not last)
+        train(iter(model.distribute_strategy.experimental_distribute_dataset(data)))
+        for size in (4, 8, 4):  # two batches may be joined
+            train.run_plain(np.arange(size))
+        assert model.train_function is train
+        train.restore()
+        ran.append((asked[:], beside[:]))
+        asked.clear()
+        beside.clear()
+    assert ran == ([([4, 4], [8]), ([], [4, 8, 4])] if fixed else [([4, 8, 4], [])])
