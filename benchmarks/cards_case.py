@@ -22,12 +22,14 @@ from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.xla.card_compiler import CardCompiler, CardStep
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.module_costs import costs
+from keras_remat.backends.xla.ways import Written
 from keras_remat.cards.process import initialize_with_zeros
 from keras_remat.cards.table import card
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.core.writing import Writing
 from keras_remat.errors import InfeasibleBudgetError, RematError
 from keras_remat.planning.request import PlanRequest, plan_for
 
@@ -237,10 +239,9 @@ def compile_of(traced: Any) -> Compile:
         time_s = costs(step.as_text(), traced.target.rates).time_s
         return CompiledStep(step.added_bytes, time_s, modules)
 
+    known: dict[Schedule, Written] = {}
     if keras.backend.backend() == "jax":
         from keras_remat.backends.jax import lower as lowering
-
-        known: dict[Schedule, lowering.Written] = {}
 
         def on_jax(problem: Problem, schedule: Schedule | None) -> CompiledStep:
             if schedule is None:
@@ -251,13 +252,23 @@ def compile_of(traced: Any) -> Compile:
 
         return on_jax
     from keras_remat.backends.tensorflow import private
-    from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
+    from keras_remat.backends.tensorflow.compiled.lower import LoweredStep, ways_of
 
     compiler = CardCompiler()
 
     def on_tensorflow(problem: Problem, schedule: Schedule | None) -> CompiledStep:
-        step = traced if schedule is None else LoweredStep(traced, schedule)
-        return told(compiler.compiled(private.serialized_hlo(step.function), traced.target))
+        def compiled(step: Any) -> CardStep:
+            return compiler.compiled(private.serialized_hlo(step.function), traced.target)
+
+        def write(writing: Writing) -> Written:
+            step = compiled(LoweredStep(traced, schedule, writing=writing))
+            return Written(step, step.added_bytes, writing)
+
+        if schedule is None:
+            return told(compiled(traced))
+        room, before = problem.room_bytes, known.get(schedule)
+        known[schedule] = written = ways_of(traced).within(schedule, write, room, before)
+        return told(written.step, len(written.ways))
 
     return on_tensorflow
 
@@ -337,8 +348,7 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
     for share in shares:
         started, started_cpu = time.perf_counter(), time.process_time()
         compiler = Compiler(compile_step, plain)
-        rewrites = keras.backend.backend() == "jax"
-        compiler.memory = CompiledMemory(compiler, on_gpu=True, rewrites=rewrites)
+        compiler.memory = CompiledMemory(compiler, on_gpu=True, rewrites=True)
         limit = int(share * plain.added_bytes)
         row = known | {"at": share, "limit_bytes": limit}
         try:

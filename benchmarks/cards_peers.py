@@ -32,6 +32,7 @@ from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.module_costs import Costs, costs
+from keras_remat.backends.xla.ways import Written
 from keras_remat.cards.process import initialize_with_zeros
 from keras_remat.cards.table import card
 from keras_remat.core.problem import Problem
@@ -144,7 +145,7 @@ class Ours:
     def __init__(self, plain: Step, target: Target, seconds: float):
         self._traced, self._target, self._seconds = plain.traced, target, seconds
         self._plain = plain
-        self._written: dict[Schedule, lowering.Written] = {}
+        self._written: dict[Schedule, Written] = {}
         profile = JaxBackend(target).estimated_profile(plain.traced)
         self.problem = Problem(plain.traced.graph, profile)
         self._memory = CompiledMemory(self._added_bytes, on_gpu=True, rewrites=True)

@@ -75,7 +75,7 @@ def writings(traced: Any, schedule: Any, card_name: str) -> dict[str, Any]:
     schedule down, counted from the compiled modules."""
     from keras_remat.backends.jax import lower as lowering
     from keras_remat.backends.jax.measure import memory
-    from keras_remat.backends.xla.protect import Writing
+    from keras_remat.core.writing import Writing
 
     rates = card(card_name).rates
 

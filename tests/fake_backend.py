@@ -161,7 +161,7 @@ class FakeBackend:
         traced: batch sizes, in order.
         recording: whether a recorder is running.
         snapshots, waits: how often the state was copied, and a step was waited for.
-        lowered: the schedules that were lowered, in order.
+        lowered, writings: the schedules that were lowered and how they are written, in order.
         fails_at: numbers of the calls of a step, from 1, that run out of memory after they have
             changed the state.
         has_bytes: steps that need more run out of memory, whatever was promised.
@@ -205,7 +205,8 @@ class FakeBackend:
         self.profiler_remark = profiler_remark
         self.memory = CalibratedMemory(self.predicted)
         self.more = {"fixed_bytes": fixed_bytes, "kind": kind}
-        self.first_call_bytes, self.called, self.lowered = first_call_bytes, set(), []
+        self.first_call_bytes, self.called = first_call_bytes, set()
+        self.lowered, self.writings = [], []
         self.snapshots = self.waits = 0
         self.recording, self.watched_bytes = False, RESIDENT_BYTES
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
@@ -267,12 +268,13 @@ class FakeBackend:
         self.recording = False
         return profile_of(lowered.problem.graph, "measured") if self.profiler == "free" else None
 
-    def lower(self, traced, problem, schedule):
+    def lower(self, traced, problem, schedule, writing=None):
         assert problem.graph == traced.graph, "an order runs on the graph it was made for"
 
         if schedule in self.lowered:
             self.called -= {(schedule, size) for _, size in self.called}
         self.lowered.append(schedule)
+        self.writings.append(writing)
 
         def run(batch):
             assert elements_of(batch) == traced.handles["samples"], (

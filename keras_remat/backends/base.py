@@ -29,6 +29,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing
 from keras_remat.core.target import Target
+from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
@@ -227,7 +228,13 @@ class Backend(Protocol):
     def recorder(self) -> ProfileRecorder:
         """Returns a recorder for a measured profile."""
 
-    def lower(self, traced: TracedStep, problem: Problem, schedule: Schedule) -> RunStep:
+    def lower(
+        self,
+        traced: TracedStep,
+        problem: Problem,
+        schedule: Schedule,
+        writing: Writing | None = None,
+    ) -> RunStep:
         """Returns a step that runs ``schedule``.
 
         Args:
@@ -235,6 +242,8 @@ class Backend(Protocol):
             problem: its graph and costs. Without a budget, a schedule that recomputes nothing may
                 run in any order.
             schedule: a legal order.
+            writing: how it is written for XLA, where a plan says so; only a backend that cannot ask
+                the compiler takes notice.
         """
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:

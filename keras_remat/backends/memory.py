@@ -25,6 +25,7 @@ from keras_remat.core.graph import Op
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.core.writing import Writing
 
 
 class DeviceMemory(Protocol):
@@ -128,6 +129,11 @@ class MemoryModel(Protocol):
     def compiled_time_ratio(self, problem: Problem, schedule: Schedule) -> float | None:
         """Returns the time of a compiled schedule over that of Keras's own step, by what the
         compiler made of both; ``None`` where that is not known."""
+        return None
+
+    def writing(self, problem: Problem, schedule: Schedule) -> Writing | None:
+        """Returns how a schedule was compiled for a card, where a live device will not find out for
+        itself."""
         return None
 
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:

@@ -101,7 +101,7 @@ class SizeRunner:
                 if backend.memory.order_matters:
                     put_back()  # the peak depends on what ran before
                 batch = repeated_batch(self._batch, size)
-                run = backend.lower(traced, problem, schedule)
+                run = backend.lower(traced, problem, schedule, plan.writing)
                 profile, usage = self._measured(problem, schedule, run, batch)
         except Exception as error:
             if not backend.is_out_of_memory(error):

@@ -239,7 +239,7 @@ def measured_problem(
     """Returns ``problem`` with a profile measured by running ``plan`` on ``batch``; the model's
     variables are put back."""
     schedule = plan.solution.schedule
-    run = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule)
+    run = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule, plan.writing)
     with preserved_state(backend, model) as put_back:
         run(batch)  # a first call autotunes, which says nothing about later ones
         put_back()  # what is measured then finds the variables where every later step will

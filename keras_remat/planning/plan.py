@@ -27,6 +27,7 @@ from keras_remat.core.serialize import (
 from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.core.slices import Slicing
 from keras_remat.core.validate import check_rules
+from keras_remat.core.writing import WRITINGS, Writing
 from keras_remat.errors import (
     BudgetError,
     InvalidProblemError,
@@ -73,6 +74,9 @@ class Plan:
         card: that it was made for, by its name in the table of cards; ``None`` for the live device.
         slicing: which ops of the traced step run in slices; ``fingerprint``, ``problem`` and the
             schedule are of the step in slices, ``store_all`` of the traced one.
+        writing: how a step compiled by TensorFlow is written for its card, by the compiler's word;
+            ``None`` where nobody was asked: strictly on TensorFlow, and on JAX as the device's own
+            compiler says.
         smallest_bytes: how large an array is at least that the device counts; 0 where it counts
             all. Peaks leave out smaller ones.
     """
@@ -91,6 +95,7 @@ class Plan:
     card: str | None = None
     slicing: Slicing | None = field(default=None, repr=False)
     smallest_bytes: int = 0
+    writing: Writing | None = None
 
     def __post_init__(self) -> None:
         check_among("profile_source", self.profile_source, ("measured", "estimated"))
@@ -150,6 +155,7 @@ class Plan:
             "problem": None if self.problem is None else problem_to_dict(self.problem),
             **({} if self.slicing is None else {"slices": asdict(self.slicing)}),
             **({"smallest_bytes": self.smallest_bytes} if self.smallest_bytes else {}),
+            **({} if self.writing is None else {"writing": self.writing.value}),
         }
 
     def check(self, problem: Problem) -> None:
@@ -309,6 +315,7 @@ def plan_from_dict(document: object, source: str | None = None) -> Plan:
             top.get("card", (str, type(None)), None),
             _optional_slicing(top),
             top.get("smallest_bytes", int, 0),
+            _optional_writing(top),
         )
         if plan.problem is not None:
             check_rules(plan.problem, plan.solution.schedule)
@@ -319,6 +326,12 @@ def plan_from_dict(document: object, source: str | None = None) -> Plan:
     except (ValueError, OverflowError) as error:  # OverflowError: an int too large for a float
         raise InvalidProblemError(f"malformed plan: {error}", source=source) from error
     return plan
+
+
+def _optional_writing(top: Fields) -> Writing | None:
+    value = top.get("writing", (str, type(None)), None)
+    check_among("writing", value, (None, *WRITINGS))
+    return None if value is None else Writing(value)
 
 
 def _input_difference(planned: Graph, step: Graph) -> str:

@@ -252,4 +252,5 @@ def plan_of(
         name=problem.name,
         problem=problem,
         smallest_bytes=memory.smallest_bytes,
+        writing=memory.writing(problem, found.schedule),
     )

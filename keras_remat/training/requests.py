@@ -397,4 +397,4 @@ class PlanRequests:
             )
         with self._fit.progress("building the rematerialized step"):
             problem = costs.problem.with_budget(plan.budget_bytes)
-            return self._backend.lower(costs.traced, problem, plan.solution.schedule)
+            return self._backend.lower(costs.traced, problem, plan.solution.schedule, plan.writing)

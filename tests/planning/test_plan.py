@@ -10,6 +10,7 @@ from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
+from keras_remat.core.writing import Writing
 from keras_remat.errors import (
     InvalidProblemError,
     InvalidScheduleError,
@@ -45,6 +46,7 @@ PLANS = {
     "for a card": replace(
         quick_plan(PROBLEM, BUDGET), card="H100", compiled=Usage(1 / 3, 2**53 + 1)
     ),
+    "written in its own way": replace(quick_plan(PROBLEM, BUDGET), writing=Writing.UPDATED),
     "counts no small array": replace(quick_plan(PROBLEM, BUDGET), smallest_bytes=2**18),
     "no usage, empty": Plan(
         "", 1, Solution(Schedule(()), "x", "feasible", 0.0), Usage(0.0, 0), Usage(0.0, 0)
@@ -64,7 +66,12 @@ def test_saved_plan_comes_back_as_it_was(name, tmp_path):
 
 def test_a_file_of_before_there_were_cards_loads():
     plan = plan_from_dict(edited(card=..., compiled=...))
-    assert (plan.card, plan.compiled) == (None, None)
+    assert (plan.card, plan.compiled, plan.writing) == (None, None, None)
+
+
+def test_an_unknown_way_of_writing_is_refused_with_those_that_are_known():
+    with pytest.raises(InvalidProblemError, match="'held', 'strict'; got 'folded'"):
+        plan_from_dict(edited(writing="folded"))
 
 
 def edited(**changes):
@@ -120,6 +127,7 @@ def edited(**changes):
         {"device": 0},
         {"name": None},
         {"problem": 3},
+        {"writing": 2},
         {"problem__ops": None},
         {"problem__outputs": [10**6]},
     ],

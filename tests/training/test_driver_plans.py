@@ -1,10 +1,13 @@
 """Plans that are given, and plans that are kept in a folder, on a backend without a framework."""
 
+from dataclasses import replace
+
 import pytest
 from fake_backend import FakeBackend, batch_of, chain_problem, event_kinds, quick_plan
 from fake_fit import PLAIN, SIZE, TIGHT, driven, options, train
 
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.writing import Writing
 from keras_remat.errors import PlanMismatchError
 from keras_remat.planning.plan import load_plan
 
@@ -14,10 +17,11 @@ def plan_for(size, budget=TIGHT, backend=None):
 
 
 def test_users_plan_runs_from_the_first_batch_and_is_measured():
-    plan = plan_for(SIZE)
+    plan = replace(plan_for(SIZE), writing=Writing.LOOSE)
     backend = FakeBackend()
     trainer, report = driven(backend, options(plan=plan))
     train(trainer, 4)
+    assert backend.writings == [Writing.LOOSE]
     assert [what for what, _ in backend.ran] == [plan.solution.schedule] * 4
     assert trainer.settled
     assert trainer.plan.measured is not None

@@ -26,7 +26,6 @@ from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import AbsentDevice, Device
 from keras_remat.backends.jax.kinds import kinds_of
-from keras_remat.backends.jax.lower import Written
 from keras_remat.backends.jax.measure import (
     check_device,
     is_out_of_memory,
@@ -43,9 +42,11 @@ from keras_remat.backends.processes import Processes
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.module_costs import costs
 from keras_remat.backends.xla.step_times import StepTimes
+from keras_remat.backends.xla.ways import Written
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.target import Target
+from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
@@ -195,7 +196,13 @@ class JaxBackend:
 
     # ---------------------------------------------------------------- what schedules take
 
-    def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
+    def lower(
+        self,
+        traced: Any,
+        problem: Problem,
+        schedule: Schedule,
+        writing: Writing | None = None,
+    ) -> RunStep:
         try:
             compiled = self._compiled(traced, problem, schedule)
         except jax.errors.JaxRuntimeError as error:
@@ -215,7 +222,7 @@ class JaxBackend:
         key = self._key(traced, schedule)
         if schedule is None:
             if key not in self._newest:
-                self._remember(key, Written(lowering.lower_plain(traced)))
+                self._remember(key, lowering.written(lowering.lower_plain(traced)))
             return self._newest[key].step
         self._compiled_time_s(problem, None)  # while Keras's own is held
         known, room_bytes = self._newest.get(key), problem.room_bytes
@@ -239,7 +246,7 @@ class JaxBackend:
         """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
         traced = self._traced[problem.graph.fingerprint]
         compile_plain = lowering.written_plain(traced)
-        return lambda: self._remember(self._key(traced, None), Written(compile_plain()))
+        return lambda: self._remember(self._key(traced, None), lowering.written(compile_plain()))
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         """Returns what a step adds to the resident bytes, more than there is where compiling it ran

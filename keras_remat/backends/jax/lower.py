@@ -4,7 +4,6 @@ step beside it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,12 +14,11 @@ from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.jax.writer import writer_of
-from keras_remat.backends.xla.fused_graph import SMALL_STATE_BYTES
-from keras_remat.backends.xla.holding import waits_for_updates
-from keras_remat.backends.xla.protect import Run, Writing
-from keras_remat.core.graph import UPDATE
+from keras_remat.backends.xla.protect import Run
+from keras_remat.backends.xla.ways import Ways, Written
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
+from keras_remat.core.writing import Writing
 
 
 def step_function(
@@ -55,24 +53,6 @@ def step_function(
     return remat_step
 
 
-@dataclass(frozen=True)
-class Written:
-    """Holds a compiled step.
-
-    Args:
-        step: a ``jax.stages.Compiled``.
-        ways: in which it was written, the quickest first; this one takes least of them.
-    """
-
-    step: Any
-    ways: tuple[Writing, ...] = ()
-
-    @property
-    def added_bytes(self) -> int:
-        """Returns what it takes beside its arguments."""
-        return memory(self.step).added_bytes
-
-
 def lower_within(
     traced: JaxTracedStep,
     schedule: Schedule,
@@ -88,49 +68,22 @@ def lower_within(
         room_bytes: what it may add to the resident bytes; ``None`` for no limit.
         known: the same, compiled for another limit.
     """
-    ways = _ways(traced, schedule)
-    found = known or Written(lower(traced, schedule, ways[0]), ways[:1])
-    for writing in ways[ways.index(found.ways[-1]) + 1 :]:
-        over_bytes = 0 if room_bytes is None else found.added_bytes - room_bytes
-        if over_bytes <= 0:
-            break
-        if writing is Writing.UPDATED and over_bytes > _dense_state_bytes(traced):
-            continue
-        other = Written(lower(traced, schedule, writing))
-        least = min(found, other, key=lambda written: written.added_bytes)
-        found = replace(least, ways=(*found.ways, writing))
-    return found
+
+    def write(writing: Writing) -> Written:
+        return written(lower(traced, schedule, writing), writing)
+
+    return ways_of(traced).within(schedule, write, room_bytes, known)
 
 
-def _ways(traced: JaxTracedStep, schedule: Schedule) -> tuple[Writing, ...]:
-    """Returns how a schedule may be written where the step will run, the quickest way first; not
-    loosely where gradients that wait for their updates would take more than all that is left."""
-    if not traced.target.on_gpu:
-        return (Writing.STRICT,)
-    shapes = {traced.program.avals[at].shape for at in _dense_state(traced)}
-    updates = {
-        op.id
-        for op in traced.graph.ops
-        if op.phase == UPDATE
-        if any(traced.program.avals[traced.numbers[v]].shape in shapes for v in op.outputs)
-    }
-    waits = waits_for_updates(traced.graph, schedule.order, updates)
-    return tuple(Writing)[waits:]
+def written(step: Any, writing: Writing | None = None) -> Written:
+    """Returns a ``jax.stages.Compiled`` with what it takes."""
+    return Written(step, memory(step).added_bytes, writing)
 
 
-def _dense_state(traced: JaxTracedStep) -> list[int]:
-    """Returns numbers of large weights and optimizer slots, kernels of convolutions left out."""
-    program, n_state = traced.program, len(jax.tree.leaves(traced.state_specs))
-    convolutions = (e for e in program.equations if e.kind == CONVOLUTION)
-    kernels = {program.avals[e.reads[-1]].shape for e in convolutions}
-    large = (at for at in range(n_state) if program.sizes[at] >= SMALL_STATE_BYTES)
-    return [at for at in large if program.avals[at].shape not in kernels]
-
-
-def _dense_state_bytes(traced: JaxTracedStep) -> int:
-    """Returns bytes of weights and optimizer slots, kernels of convolutions left out: no more is
-    held by updates that are put off. (ResNet50's plan for 0.7 takes no less with early ones.)"""
-    return sum(traced.program.sizes[at] for at in _dense_state(traced))
+def ways_of(traced: JaxTracedStep) -> Ways:
+    """Returns the ways in which schedules of a step may be written where it will run."""
+    state = range(len(jax.tree.leaves(traced.state_specs)))
+    return Ways(traced, traced.target.on_gpu, state, {CONVOLUTION})
 
 
 def lower(traced: JaxTracedStep, schedule: Schedule, writing: Writing = Writing.STRICT) -> Any:

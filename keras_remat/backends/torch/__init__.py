@@ -35,6 +35,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.target import Target
+from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
@@ -102,7 +103,13 @@ class TorchBackend:
     def recorder(self) -> Recorder:
         return Recorder(self.device)
 
-    def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
+    def lower(
+        self,
+        traced: Any,
+        problem: Problem,
+        schedule: Schedule,
+        writing: Writing | None = None,
+    ) -> RunStep:
         gc.collect()  # Keras's own steps, and traces, leave batches in reference cycles
         lowered = LoweredStep(self._as_it_is_now(traced), schedule, self.device)
         self._lowered.add(lowered)

@@ -25,6 +25,7 @@ from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import is_sliced
+from keras_remat.core.writing import Writing
 
 FIRST_RATIO, GPU_FIRST_RATIO = 1.15, 1.02
 """Before any schedule was compiled: about what XLA:CPU needed on the models of
@@ -78,6 +79,7 @@ class CompiledMemory(MemoryModel):
         rewrites: whether a schedule that takes more than its budget leaves is written in another
             way.
         compiled_time_s: tells how long something takes that was compiled.
+        writing_of: tells how a schedule was written, where a plan has to say so.
         chunk_bytes: tells what the device's allocator hands out now for what a compiled step asks
             for, where that is one request.
     """
@@ -89,10 +91,12 @@ class CompiledMemory(MemoryModel):
         on_gpu: bool = False,
         rewrites: bool = False,
         compiled_time_s: CompiledTime = lambda problem, schedule: None,
+        writing_of: Callable[[Problem, Schedule], Writing | None] = lambda problem, schedule: None,
         chunk_bytes: Callable[[int], int] = lambda nbytes: nbytes,
     ):
         self._compile_bytes, self.rewrites = compile_bytes, rewrites
         self._compiled_time_s, self._chunk_bytes = compiled_time_s, chunk_bytes
+        self._writing_of = writing_of
         self._first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
         self._simulated = packed_bytes if on_gpu else alive_bytes
         self._known: dict[_Key, _Known] = {}
@@ -133,6 +137,10 @@ class CompiledMemory(MemoryModel):
         plain_s = self._compiled_time_s(problem, None)
         time_s = self._compiled_time_s(problem, schedule)
         return time_s / plain_s if time_s and plain_s else None
+
+    def writing(self, problem: Problem, schedule: Schedule) -> Writing | None:
+        """Returns how a schedule was written; see :class:`MemoryModel`."""
+        return self._writing_of(problem, schedule)
 
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Takes the most that a schedule measured for what it needs."""

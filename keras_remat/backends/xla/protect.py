@@ -36,8 +36,9 @@ recomputation, by a trigger of all that the part before left behind. Sums and jo
 among that, so each exists before the next part begins; XLA would add up all parts in one kernel,
 which reads them all.
 
-**Four ways to write a schedule** (:class:`Writing`). What keeps the phases apart and holds values
-costs time where XLA had computed several values in one kernel. Some steps need it, others do not.
+**Four ways to write a schedule** (:class:`~keras_remat.core.writing.Writing`). What keeps the
+phases apart and holds values costs time where XLA had computed several values in one kernel. Some
+steps need it, others do not.
 Compiled for an H100, in plain's bytes and plain's time by the roofline:
 
 ======================================  ===========  ===========  ===========
@@ -49,8 +50,8 @@ inverted residual blocks, for 0.4       0.393, 1.03  0.388, 1.11  0.388, 1.19
 ======================================  ===========  ===========  ===========
 
 So on a GPU a schedule is written loosely first, and otherwise where that does not keep to the limit
-(:func:`keras_remat.backends.jax.lower.lower_within`). Where gradients of dense kernels that wait
-for their updates may be what is over it, updates alone are brought forward before anything is held:
+(:mod:`keras_remat.backends.xla.ways`). Where gradients of dense kernels that wait for their updates
+may be what is over it, updates alone are brought forward before anything is held:
 a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of plain's time loosely, 234.1 and 1.22 so, and
 234.5 and 1.36 with values held. Two things make holding quicker than writing strictly. A guard
 needs no trigger of its own: each waits for what was computed just before, and of two sums of one
@@ -74,7 +75,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Any, Protocol
 
 from keras_remat.backends.xla.fused_graph import SMALL_STATE_BYTES, FusedStep
@@ -82,6 +82,7 @@ from keras_remat.backends.xla.fusion import HELD_BYTES, Equation, Kinds
 from keras_remat.backends.xla.holding import apart, needed, read_from_memory, updated_early, waiting
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.core.slices import Origin
+from keras_remat.core.writing import Writing
 
 SMALL_RESULT_BYTES = 16384
 """An equation with a smaller result is not guarded: keeping it costs no more than this."""
@@ -103,20 +104,6 @@ FLOAT_FILL, INTEGER_FILL = 0.8203125, 105
 constant, and a select between equal constants is folded before any pass of XLA sees it. So these
 are numbers that programs do not write, and that every type of at least 8 bits can hold (but for
 8-bit floats, which round the first)."""
-
-
-class Writing(Enum):
-    """Says how much of a schedule is protected where no op runs again; see the module."""
-
-    LOOSE = auto()
-    """Nothing."""
-    UPDATED = auto()
-    """Large weights are updated as soon as their gradients are there, and the backward phase turns
-    kernels for itself."""
-    HELD = auto()
-    """Values that no product reads are held, and the phases kept apart, roughly."""
-    STRICT = auto()
-    """All of it, as on a CPU."""
 
 
 class Writer(Protocol):

@@ -20,11 +20,12 @@ from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.jax.writer import GpuWriter
 from keras_remat.backends.xla.module_costs import costs
 from keras_remat.backends.xla.packing import heap_bytes
-from keras_remat.backends.xla.protect import Run, Writing
+from keras_remat.backends.xla.protect import Run
 from keras_remat.cards.table import card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.solvers import solve
 from keras_remat.units import MIB

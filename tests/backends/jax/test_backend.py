@@ -14,10 +14,10 @@ from keras_remat.backends.jax import JaxBackend, LoweredStep, lowering
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.private import state_values
 from keras_remat.backends.xla.compiled_memory import RULED_OUT
-from keras_remat.backends.xla.protect import Writing
 from keras_remat.cards.table import card
 from keras_remat.core.limit import Limit
 from keras_remat.core.target import live
+from keras_remat.core.writing import Writing
 from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.units import MIB
 

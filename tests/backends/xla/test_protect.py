@@ -8,7 +8,8 @@ from flat_program import KINDS, LARGE, FlatProgram, TextWriter, Written
 from random_problems import seeds
 
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
-from keras_remat.backends.xla.protect import SMALL_RESULT_BYTES, Run, Writing
+from keras_remat.backends.xla.protect import SMALL_RESULT_BYTES, Run
+from keras_remat.core.writing import Writing
 
 SMALL = SMALL_RESULT_BYTES - 1
 

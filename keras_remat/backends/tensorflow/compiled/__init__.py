@@ -26,19 +26,22 @@ from keras_remat.backends.tensorflow.compiled import profile as profiling
 from keras_remat.backends.tensorflow.compiled import trace as tracing
 from keras_remat.backends.tensorflow.compiled.absent_device import AbsentDevice
 from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
-from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
+from keras_remat.backends.tensorflow.compiled.lower import LoweredStep, ways_of
 from keras_remat.backends.tensorflow.compiled.sliced import StepSlicer
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.xla.card_compiler import CardCompiler
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
+from keras_remat.backends.xla.module_costs import costs
 from keras_remat.backends.xla.step_times import StepTimes
+from keras_remat.backends.xla.ways import Written
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.target import Target
+from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -67,7 +70,9 @@ class CompiledBackend(TensorFlowBackend):
             self._compiler = CardCompiler()
         self._asked: Any = None  # the batch of shapes, where no tensor of it is made
         self._traced_here: dict[str, tracing.CompiledStep] = {}  # by fingerprint
-        self._plain_bytes: dict[str, int] = {}  # of Keras's own step, by fingerprint
+        # by fingerprint and schedule, ``None`` for Keras's own step: what was compiled for a card,
+        # of which its time is kept
+        self._on_card: dict[tuple[str, Schedule | None], Written] = {}
         self._newest_trace: tracing.CompiledStep | None = None
         self._newest_lowered: LoweredStep | None = None
         self._step_times = StepTimes(profiling.estimated_profile)
@@ -81,7 +86,13 @@ class CompiledBackend(TensorFlowBackend):
         """Asks the compiler, on a CPU and for a card that is not there; of a GPU that is there it
         learns from runs."""
         if self._card is not None:
-            return CompiledMemory(self._compile_bytes, on_gpu=True)
+            return CompiledMemory(
+                self._compile_bytes,
+                on_gpu=True,
+                rewrites=True,
+                compiled_time_s=self._compiled_time_s,
+                writing_of=self._writing_of,
+            )
         if on_gpu():
             return CompiledMemory(self._compile_bytes)
         return CompiledMemory(self._compile_bytes, chunk_bytes=self.device.chunk_bytes)
@@ -91,12 +102,37 @@ class CompiledBackend(TensorFlowBackend):
         traced = self._traced_here.get(problem.graph.fingerprint)
         if traced is None:
             return None
-        if self._card is None or self._compiler is None:
+        if self._card is None:
             return self._live_bytes(traced, problem, schedule)
-        if schedule is None and traced.graph.fingerprint in self._plain_bytes:
-            return self._plain_bytes[traced.graph.fingerprint]
-        function = traced.function if schedule is None else LoweredStep(traced, schedule).function
-        return self._compiler.compiled(private.serialized_hlo(function), self._card).added_bytes
+        key = traced.graph.fingerprint, schedule
+        if schedule is not None:
+
+            def write(writing: Writing) -> Written:
+                function = LoweredStep(traced, schedule, writing=writing).function
+                return self._compiled_for_card(private.serialized_hlo(function), writing)
+
+            room_bytes, known = problem.room_bytes, self._on_card.get(key)
+            self._on_card[key] = ways_of(traced).within(schedule, write, room_bytes, known)
+        elif key not in self._on_card:
+            self._on_card[key] = self._compiled_for_card(private.serialized_hlo(traced.function))
+        return self._on_card[key].added_bytes
+
+    def _compiled_for_card(self, module: bytes, writing: Writing | None = None) -> Written:
+        """Compiles a module for the card; of what comes of it the time by its roofline is kept."""
+        assert self._card is not None
+        assert self._compiler is not None
+        step = self._compiler.compiled(module, self._card)
+        return Written(costs(step.text, self._card.rates).time_s, step.added_bytes, writing)
+
+    def _compiled_time_s(self, problem: Problem, schedule: Schedule | None) -> float | None:
+        """Returns the seconds of what was compiled for a card, by its roofline."""
+        written = self._on_card.get((problem.graph.fingerprint, schedule))
+        return None if written is None else float(written.step)
+
+    def _writing_of(self, problem: Problem, schedule: Schedule) -> Writing | None:
+        """Returns how a schedule was written for a card: on the live one no compiler is asked."""
+        written = self._on_card.get((problem.graph.fingerprint, schedule))
+        return None if written is None else written.writing
 
     def _live_bytes(
         self, traced: tracing.CompiledStep, problem: Problem, schedule: Schedule | None
@@ -114,13 +150,19 @@ class CompiledBackend(TensorFlowBackend):
         least = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
         return _compiled_bytes(traced.function) if least <= budget else None
 
-    def _lowered(self, traced: tracing.CompiledStep, schedule: Schedule) -> LoweredStep:
+    def _lowered(
+        self, traced: tracing.CompiledStep, schedule: Schedule, writing: Writing = Writing.STRICT
+    ) -> LoweredStep:
         """Returns the step that runs a schedule; the newest is remembered, which is the one that
         is going to run."""
-        newest = self._newest_lowered
-        if newest is None or newest.traced is not traced or newest.schedule != schedule:
+        newest, asked = self._newest_lowered, (schedule, writing)
+        if (
+            newest is None
+            or newest.traced is not traced
+            or (newest.schedule, newest.writing) != asked
+        ):
             try:
-                newest = LoweredStep(traced, schedule, self._step_times)
+                newest = LoweredStep(traced, schedule, self._step_times, writing)
             except (KeyError, ValueError) as error:
                 raise UnsupportedModelError(
                     f"The schedule cannot be written for XLA: {type(error).__name__}: {error}"
@@ -134,10 +176,7 @@ class CompiledBackend(TensorFlowBackend):
         module = private.serialized_hlo(traced.function)
 
         def compile_plain() -> None:
-            assert self._card is not None
-            assert self._compiler is not None
-            added = self._compiler.compiled(module, self._card).added_bytes
-            self._plain_bytes[traced.graph.fingerprint] = added
+            self._on_card[traced.graph.fingerprint, None] = self._compiled_for_card(module)
 
         return compile_plain
 
@@ -193,8 +232,15 @@ class CompiledBackend(TensorFlowBackend):
     def recorder(self) -> StepTimes:
         return self._step_times
 
-    def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return self._lowered(traced, schedule)
+    def lower(
+        self,
+        traced: Any,
+        problem: Problem,
+        schedule: Schedule,
+        writing: Writing | None = None,
+    ) -> RunStep:
+        on_gpu = traced.target.on_gpu
+        return self._lowered(traced, schedule, writing if writing and on_gpu else Writing.STRICT)
 
 
 def _compiled_bytes(function: Any) -> int | None:

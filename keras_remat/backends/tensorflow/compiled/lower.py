@@ -28,7 +28,9 @@ from keras_remat.backends.tensorflow.graph.step import given_leaves, packed
 from keras_remat.backends.tensorflow.memory import exhausted, measure
 from keras_remat.backends.xla.protect import Run, Writer
 from keras_remat.backends.xla.step_times import StepTimes
+from keras_remat.backends.xla.ways import Ways
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -124,13 +126,20 @@ class LoweredStep:
         traced: from :func:`~keras_remat.backends.tensorflow.compiled.trace.trace`.
         schedule: a legal order for ``traced.graph``.
         times: takes down how long it runs, while a recording is under way.
+        writing: see :mod:`keras_remat.backends.xla.protect`.
 
     Attributes:
         function: the step as a concrete function.
     """
 
-    def __init__(self, traced: CompiledStep, schedule: Schedule, times: StepTimes | None = None):
-        self.traced, self.schedule, self._times = traced, schedule, times
+    def __init__(
+        self,
+        traced: CompiledStep,
+        schedule: Schedule,
+        times: StepTimes | None = None,
+        writing: Writing = Writing.STRICT,
+    ):
+        self.traced, self.schedule, self.writing, self._times = traced, schedule, writing, times
         target, stateless, program = traced.target, traced.stateless, traced.program
         batch = stateless.batch
 
@@ -145,6 +154,7 @@ class LoweredStep:
                 _GpuWriter(program) if target.on_gpu else _Writer(program, uses_branches=True),
                 [*leaves, *variables, *map(private.capture, stateless.captured)],
                 range(batch, program.n_given),
+                writing=writing,
             )
             run.order(schedule.order)
             for number, atom in stateless.written.items():
@@ -174,3 +184,10 @@ class LoweredStep:
             measure.synchronize(outputs)
             self._times.times_s.append(time.perf_counter() - started)
         return packed(self.traced.output_structure, outputs)
+
+
+def ways_of(traced: CompiledStep) -> Ways:
+    """Returns the ways in which schedules of a step may be written where it will run."""
+    batch, handles = traced.stateless.batch, traced.stateless.handles
+    state = range(batch, batch + len(handles))
+    return Ways(traced, traced.target.on_gpu, state, FORWARD_CONVOLUTIONS)

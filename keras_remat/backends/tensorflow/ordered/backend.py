@@ -34,6 +34,7 @@ from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
@@ -147,7 +148,13 @@ class TensorFlowBackend:
         memory = None if self.device.is_shared else self.memory
         return _Recorder(memory if isinstance(memory, ReplayedMemory) else None)
 
-    def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
+    def lower(
+        self,
+        traced: Any,
+        problem: Problem,
+        schedule: Schedule,
+        writing: Writing | None = None,
+    ) -> RunStep:
         any_size = self._installed is not None and self._installed.any_size
         return LoweredStep(traced, problem, schedule, ordering.SMALL_BYTES, any_size=any_size)
 

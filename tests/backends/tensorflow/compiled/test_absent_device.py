@@ -1,5 +1,8 @@
 """A TensorFlow step on a card that is not there: what XLA:GPU says of it, and what is refused."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import keras
 import keras_models
 import numpy as np
@@ -11,11 +14,15 @@ from keras_remat.backends.base import load_backends
 from keras_remat.backends.tensorflow import compiled
 from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.mirrored import backend as mirrored
+from keras_remat.backends.xla.card_compiler import CardStep
 from keras_remat.cards.table import card
 from keras_remat.core import interpreter
 from keras_remat.core.graph import FORWARD
+from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.core.target import live
+from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning import make_plan as planning
 
@@ -78,6 +85,49 @@ def test_a_plan_takes_what_the_compiler_of_a_card_says(made):
     assert plan.card == "H100"
     assert plan.compiled.peak_bytes <= limit
     assert plan.measured is None
+    assert plan.writing is not None
+    assert plan.writing is not Writing.STRICT
+
+
+@pytest.mark.parametrize(
+    ("takes", "expected"),
+    [
+        ({}, Writing.LOOSE),
+        ({Writing.LOOSE: 2**40}, Writing.HELD),
+        ({Writing.LOOSE: 2**40, Writing.HELD: 2**40}, Writing.STRICT),
+    ],
+)
+def test_a_plan_for_a_card_says_in_which_way_it_keeps_to_the_limit(takes, expected, monkeypatch):
+    """The first that does, and a step on the live device is written so; a CPU has one way."""
+    written = []
+
+    def serialized(function):
+        return function
+
+    def compiled_step(module, target):
+        return CardStep(temp_size_in_bytes=takes.get(module, 1024))
+
+    def lowered(traced, schedule, times=None, writing=Writing.STRICT):
+        written.append(writing)
+        return SimpleNamespace(function=writing, traced=traced, schedule=schedule, writing=writing)
+
+    monkeypatch.setattr(compiled, "LoweredStep", lowered)
+    monkeypatch.setattr(compiled, "costs", lambda text, rates: SimpleNamespace(time_s=1.0))
+    monkeypatch.setattr(compiled.private, "serialized_hlo", serialized)
+    monkeypatch.setattr(compiled, "CardCompiler", lambda: SimpleNamespace(compiled=compiled_step))
+    model, batch = keras_models.mlp()
+    (backend,) = load_backends(model, "compiled", card("H100"))
+    traced = backend.trace(model, backend.example_batch(model, batch))
+    problem = Problem(traced.graph, backend.estimated_profile(traced))
+    schedule = Schedule.store_all(traced.graph)
+    limit = problem.profile.resident_bytes + 2048
+    assert backend.memory.writing(problem, schedule) is None
+    within = problem.with_budget(limit)
+    assert backend.memory.compiled_peak_bytes(within, schedule) == limit - 1024
+    assert backend.memory.writing(problem, schedule) is written[-1] is expected
+    for target, found in (("gpu", expected), ("cpu", Writing.STRICT)):
+        step = replace(traced, target=live(target, "a device"))
+        assert CompiledBackend().lower(step, problem, schedule, expected).writing is found
 
 
 def joined():

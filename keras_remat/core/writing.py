@@ -1,0 +1,24 @@
+"""How strictly XLA is told to keep to a schedule; :mod:`keras_remat.backends.xla.protect` writes
+it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Writing(Enum):
+    """Says how much of a schedule is protected where no op runs again, the quickest way first; its
+    values stand in plan files."""
+
+    LOOSE = "loose"
+    """Nothing."""
+    UPDATED = "updated"
+    """Large weights are updated as soon as their gradients are there, and the backward phase turns
+    kernels for itself."""
+    HELD = "held"
+    """Values that no product reads are held, and the phases kept apart, roughly."""
+    STRICT = "strict"
+    """All of it, as on a CPU."""
+
+
+WRITINGS = tuple(writing.value for writing in Writing)
