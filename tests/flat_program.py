@@ -70,6 +70,7 @@ class TextWriter:
     def __init__(self, program, *, uses_branches=False, uses_barriers=False, copied=()):
         self._program, self.uses_branches = program, uses_branches
         self.uses_barriers, self._copied = uses_barriers, dict(copied)
+        self.copying = ()
         self.written, self.guarded, self.drawn = [], [], []
         self._fresh = itertools.count(1000)
 

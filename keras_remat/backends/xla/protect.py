@@ -73,7 +73,7 @@ One file, though long: every rule looks at what one run has written so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -117,6 +117,10 @@ class Writer(Protocol):
     uses_barriers: bool
     """Says whether a value behind :meth:`hold` exists, as on a GPU; XLA:CPU drops the barrier
     before it fuses."""
+
+    copying: Collection[str] = ()
+    """Are kinds of equations that may read a copy of a value, in another layout than it is held in.
+    XLA makes such a copy in one kernel with what is copied, which then exists nowhere else."""
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
@@ -271,8 +275,9 @@ class Run:
         sums = frozenset(at for at, op_id in enumerate(order) if self._is_read_sum(op_id))
         if self._writing is Writing.STRICT:
             return waits | sums
-        sums -= read_from_memory(graph, order, kinds)
-        return needed(graph, order, kinds, waits | sums)
+        copying = self._writer.copying
+        sums -= read_from_memory(graph, order, kinds, copying)
+        return needed(graph, order, kinds, waits | sums, copying)
 
     def op(self, op_id: int, *, waits: bool = False, is_alone: bool = False) -> None:
         """Runs one position of an order.

@@ -18,6 +18,8 @@ from keras_remat.backends.tensorflow.compiled import pooling
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
 from keras_remat.backends.tensorflow.compiled.kinds import (
     FORWARD_CONVOLUTIONS,
+    INPUT_GRADIENTS,
+    KERNEL_GRADIENTS,
     KINDS,
     POOLING_GRADIENTS,
     kinds_of,
@@ -97,7 +99,10 @@ class _Writer(Writer):
 
 class _GpuWriter(_Writer):
     """Writes for a GPU. cuDNN wants a kernel in another layout. That copy needs the parameter only
-    and would be made before the first convolution, so a kernel waits for its image."""
+    and would be made before the first convolution, so a kernel waits for its image. Nor is an image
+    laid as cuDNN wants it."""
+
+    copying = FORWARD_CONVOLUTIONS | INPUT_GRADIENTS | KERNEL_GRADIENTS
 
     def __init__(self, program: FlatProgram):
         super().__init__(program, uses_branches=False, uses_barriers=True)
