@@ -60,11 +60,29 @@ def build_losses_and_metrics(model: Any, batch: Any) -> None:
         targets,
     )
     losses, metrics = model._compile_loss, model._compile_metrics
-    if losses is not None and not losses.built:
+    for_losses = _in_structure_of(outputs, targets)
+    if losses is not None and not losses.built and for_losses is not None:
         with keras.name_scope(losses.name):  # as when it is called
-            losses.build(targets, outputs)
+            losses.build(for_losses, outputs)
     if metrics is not None and not metrics.built:
         metrics.build(targets, outputs)
+
+
+def _in_structure_of(outputs: Any, targets: Any) -> Any:
+    """Returns targets as Keras builds losses for them; ``None`` where they are in another structure
+    than the outputs, such as a ``dict`` for a ``list``, which Keras resolves in its own way."""
+    import keras
+
+    def is_sequence(given: Any) -> bool:
+        return isinstance(given, (list, tuple)) and not any(map(keras.tree.is_nested, given))
+
+    if is_sequence(outputs) and is_sequence(targets) and len(outputs) == len(targets):
+        return keras.tree.pack_sequence_as(outputs, list(targets))
+    try:
+        keras.tree.assert_same_structure(outputs, targets)
+    except ValueError:
+        return None
+    return targets
 
 
 def is_own(model: Any, name: str, base: type) -> bool:

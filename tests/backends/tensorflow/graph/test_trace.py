@@ -307,6 +307,23 @@ def test_a_step_is_traced_once_and_makes_what_keras_makes(make):
     assert [v.dtype for v in model.metrics_variables] == [v.dtype for v in plain.metrics_variables]
 
 
+@pytest.mark.parametrize(
+    ("names", "as_given", "traces"),
+    [("ba", list, 1), ("ba", dict, 2), ("b", lambda y: y["b"], 1)],
+)
+def test_targets_may_have_another_structure_than_outputs(names, as_given, traces):
+    counts, inputs, x = Counts(), keras.Input((3,)), np.ones((8, 3), "float32")
+    hidden = counts(inputs)
+    model = keras.Model(inputs, [layers.Dense(1, name=name)(hidden) for name in names])
+    model.compile("adam", "mse")
+    y = {name: np.ones((8, 1), "float32") for name in names}
+    y = list(y.values()) if as_given is list else as_given(y)
+    counts.calls = 0
+    backend().trace(model, backend().example_batch(model, (x, y)))
+    assert counts.calls == traces
+    assert np.isfinite(model.train_on_batch(x, y)).all()
+
+
 def test_a_model_that_counts_in_its_own_way_makes_what_it_counts_with_in_its_step():
     model, counts, y = of_two_outputs(own=True)
     counts.calls = 0
