@@ -2,10 +2,11 @@
 
 The compiler's own ``cost_analysis`` counts neither cuDNN's nor cuBLAS's calls, which are most of a
 step on a GPU. Here every instruction that becomes a kernel is one: a fusion, a call of a library, a
-copy. It reads its operands and writes its results once; of an operand that is only sliced it reads
-the slices, and what it updates in place it writes alone. Products and convolutions count two FLOPs
-for a multiplication and addition, anything else one for an element. The body of a loop counts as
-often as it runs, and of branches the dearest.
+copy. It reads its operands and writes its results once. What a fusion updates in place it writes
+alone, and it reads and computes no more than its results are made of: what a guard waits for is one
+element of a large value, and XLA computes that element, not the value. Products and convolutions
+count two FLOPs for a multiplication and addition, anything else one for an element. The body of a
+loop counts as often as it runs, and of branches the dearest.
 """
 
 from __future__ import annotations
@@ -158,7 +159,13 @@ class _Module:
         return Costs(flops, moved, kernel_time_s(weighted, moved, self.rates))
 
     def _flops(self, body: Computation) -> tuple[float, float]:
-        found = [self._flops_of(i, [body[name] for name in i.operands]) for i in body.values()]
+        """Returns the same of a fusion; each value is computed as far as its kernel needs it."""
+        wanted = _wanted(body)
+        found = []
+        for one in body.values():
+            share = wanted[one.name] / max(1, _elements(one))
+            flops, weighted = self._flops_of(one, [body[name] for name in one.operands])
+            found.append((share * flops, share * weighted))
         return math.fsum(f for f, _ in found), math.fsum(w for _, w in found)
 
     def _flops_of(self, one: Instruction, operands: Sequence[Instruction]) -> tuple[float, float]:
@@ -201,35 +208,46 @@ def _convolution_flops(one: Instruction, operands: Sequence[Instruction], target
     return 2.0 * output.elements * kernel.elements / kernel.dims[labels.index("o")]
 
 
+def _wanted(body: Computation) -> dict[str, int]:
+    """Returns how many elements of every instruction of a fusion its kernel computes: those that
+    the elements of its results are made of."""
+    (root,) = (one for one in body.values() if one.is_root)
+    wanted = dict.fromkeys(body, 0)
+    wanted[root.name] = _elements(root)
+    for one in reversed(body.values()):  # what reads an instruction stands below it
+        share = min(1.0, wanted[one.name] / max(1, _elements(one)))
+        for position, name in enumerate(one.operands):
+            if position == 0 and one.kind in _SLICING:
+                read = wanted[one.name]
+            elif position == 0 and one.kind == "dynamic-update-slice" and _is_given(name, body):
+                read = 0  # in place
+            else:
+                read = math.ceil(share * _elements(body[name]))
+            wanted[name] = min(_elements(body[name]), wanted[name] + read)
+    return wanted
+
+
+def _elements(one: Instruction) -> int:
+    return sum(array.elements for array in one.arrays)
+
+
+def _is_given(name: str, body: Computation) -> bool:
+    while body[name].kind == "bitcast":
+        (name,) = body[name].operands
+    return body[name].kind == "parameter"
+
+
 def _fused_bytes(body: Computation, operands: Sequence[Instruction]) -> int:
     """Returns what a fusion reads and writes."""
-    readers: dict[str, list[Instruction]] = {name: [] for name in body}
-    for one in body.values():
-        for name in one.operands:
-            readers[name].append(one)
+    wanted = _wanted(body)
     moved = 0
     for one in body.values():
-        if one.kind != "parameter":
-            continue
-        moved += min(operands[one.number].nbytes, _read_bytes(one, readers))
+        if one.kind == "parameter":
+            share = wanted[one.name] / max(1, _elements(one))
+            moved += min(operands[one.number].nbytes, round(share * one.nbytes))
     (root,) = (one for one in body.values() if one.is_root)
     results = [body[name] for name in root.operands] if root.kind == "tuple" else [root]
     return moved + sum(_written_bytes(result, body) for result in results)
-
-
-def _read_bytes(one: Instruction, readers: dict[str, list[Instruction]]) -> int:
-    """Returns the bytes that are read of a parameter, or of what it is called after a bitcast."""
-    total = 0
-    for reader in readers[one.name]:
-        if reader.kind in _SLICING and reader.operands[0] == one.name:
-            total += reader.nbytes
-        elif reader.kind == "dynamic-update-slice" and reader.operands[0] == one.name:
-            continue
-        elif reader.kind == "bitcast":
-            total += _read_bytes(reader, readers)
-        else:
-            return one.nbytes
-    return min(total, one.nbytes)
 
 
 def _written_bytes(result: Instruction, body: Computation) -> int:

@@ -56,3 +56,33 @@ def test_an_element_of_a_tuple_may_be_read_without_an_instruction_that_takes_it(
     read = MODULE.replace(taken, "").replace("dot(%y, %w)", "dot(%loop#1, %w)")
     assert read.count("#1") == 1
     assert costs(read, card("H100").rates) == costs(MODULE, card("H100").rates)
+
+
+TRIGGER = """HloModule jit_step, is_scheduled=true
+
+%fused (p0: f32[64,256], p1: f32[64,256], p2: f32[256]) -> pred[1,1] {
+  %p0 = f32[64,256]{1,0} parameter(0)
+  %p1 = f32[64,256]{1,0} parameter(1)
+  %p2 = f32[256]{0} parameter(2)
+  %spread = f32[64,256]{1,0} broadcast(%p2), dimensions={1}
+  %both = f32[128,256]{1,0} concatenate(%p0, %p1), dimensions={0}
+  %cut = f32[64,256]{1,0} slice(%both), slice={[0:64], [0:256]}
+  %sum = f32[64,256]{1,0} add(%cut, %spread)
+  %one = f32[1,1]{1,0} slice(%sum), slice={[0:1], [0:1]}
+  ROOT %never = pred[1,1]{1,0} compare(%one, %one), direction=NE
+}
+
+ENTRY %main (a: f32[64,256], b: f32[64,256], c: f32[256]) -> pred[1,1] {
+  %a = f32[64,256]{1,0} parameter(0)
+  %b = f32[64,256]{1,0} parameter(1)
+  %c = f32[256]{0} parameter(2)
+  ROOT %trigger = pred[1,1]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_a_kernel_computes_and_reads_only_what_its_results_are_made_of():
+    """An element of a sum is one of each of its operands, however large those are."""
+    found = costs(TRIGGER, card("H100").rates)
+    assert found.bytes_moved <= 8 * 4 + 1
+    assert found.flops <= 4
