@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from keras_remat.backends import keras_private
 from keras_remat.errors import UnsupportedModelError, without_inner_frames
+
+#: What was trainable when a function of Keras's was first seen to train.
+_FIRST_TRAINED: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
 
 
 class Caller(Enum):
@@ -181,7 +185,7 @@ class Installed(ABC):
         if not self.keeps_first_trace:
             return []
         now = keras_private.trainable_flags(self._model)
-        before = vars(self.original).setdefault("_keras_remat_trainable", now)
+        before = _FIRST_TRAINED.setdefault(self.original, now)
         return sorted(path for path in now if now[path] != before.get(path, now[path]))
 
     def check_runs_as_graph(self) -> None:

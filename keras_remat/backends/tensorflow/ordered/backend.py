@@ -203,5 +203,7 @@ def _build_optimizer(model: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     steps_itself = is_own(model, "train_step", keras.Model)
     if optimizer is not None and not optimizer.built and model.built and not steps_itself:
+        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        variables = model.trainable_variables
         with keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(model.trainable_variables)
+            optimizer.build(tuple(variables) if scales else variables)  # as it comes to keep them
