@@ -32,7 +32,7 @@ class AdviceOptions:
         shares: of the way from what is needed at least to the plain step's peak.
         bisections: limits that are tried between the last one without a plan and the first one with
             one.
-        most_s: seconds after which no limit between them is tried.
+        most_s: seconds after which no limit is tried but the largest one, where none did before.
         plan_s: seconds that one plan may take once an order was found.
         spare, most_spare: what a plan that is advised leaves free, as a share of the limit, and for
             one more batch at most: the input pipeline holds a batch more or less from one fit to
@@ -155,6 +155,8 @@ def tried_budget(
 
     fails, enough = least_bytes, None
     for share in _OPTIONS.shares:
+        if clock.is_over and share != _OPTIONS.shares[-1]:
+            continue
         budget_bytes = least_bytes + int(share * (most_bytes - least_bytes))
         if has_plan(budget_bytes):
             enough = budget_bytes

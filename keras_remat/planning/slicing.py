@@ -70,6 +70,9 @@ class SlicingOptions:
             0.6 and 0.4.
         look_s: seconds of the quick solver's work for a look at a candidate.
         most_tries: candidates that are solved for.
+        most_s: seconds after which no further candidate is solved for, or those for solving where
+            they are more. A compiler takes most of that time: where a small model's step had no
+            schedule, two candidates took 164 seconds, and solving was to take 3.
         most_times, most_more: ops that a sliced graph may have, so many times the whole one's, and
             so many more.
         micro_batch_shares: where a batch trains in micro-batches, values of more than such a share
@@ -82,6 +85,7 @@ class SlicingOptions:
     dear: float = 0.25
     look_s: float = 4.0
     most_tries: int = 4
+    most_s: float = 120.0
     most_times: int = 4
     most_more: int = 2000
     micro_batch_shares: tuple[float, ...] = (1 / 256, 1 / 64, 1 / 16, 1 / 4)
@@ -195,7 +199,7 @@ def plan_in_slices(
     slicer, problem, budget = traced.slicer, request.problem, request.limit.usable_bytes
     if slicer is None:
         raise failure
-    clock = Deadline(request.clock_s)
+    clock, end = Deadline(request.clock_s), Deadline(max(OPTIONS.most_s, request.seconds))
     undivided = {} if seen is None else undivided_scratch(*seen, estimate)
     told, failed, floors = failure, list[int](), [problem]
     found = _hopeful(slicer, request, estimate, undivided, floors)
@@ -212,6 +216,8 @@ def plan_in_slices(
             if isinstance(error, ScheduleNotFoundError):
                 error.least_over_limit = None  # it is no schedule of the whole step
             told = min(told, error, key=_nearness)
+        if end.is_over:
+            break
     least = min(floors, key=lambda one: one.floor_bytes)
     if told is failure and least is not problem:
         with advising(least, request.limit, request.batch_size, request, seed=request.seed):

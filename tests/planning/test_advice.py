@@ -10,6 +10,7 @@ from random_problems import mixed_problem
 
 from keras_remat.core.graph import UPDATE
 from keras_remat.core.limit import Limit
+from keras_remat.core.schedule import Schedule
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning import advice
 from keras_remat.planning.advice import advising, tried_budget
@@ -86,6 +87,23 @@ def test_where_no_budget_has_a_plan_none_is_advised(monkeypatch):
 
     monkeypatch.setattr(advice, "within_budget", none)
     assert tried_budget(PROBLEM, PROBLEM.floor_bytes, FakeBackend().memory) is None
+
+
+def test_once_the_time_is_over_the_largest_limit_alone_is_tried(monkeypatch):
+    problem, tried = mixed_problem(0, budget=False), []
+    quick = advice.within_budget
+
+    def within_budget(problem, budget_bytes, *arguments, **options):
+        tried.append(budget_bytes)
+        return quick(problem, budget_bytes, *arguments, **options)
+
+    monkeypatch.setattr(advice, "within_budget", within_budget)
+    monkeypatch.setattr(advice, "_OPTIONS", replace(advice._OPTIONS, most_s=0.0))
+    memory = FakeBackend().memory
+    plain = memory.peak_bytes(problem, Schedule.store_all(problem.graph))
+    enough = tried_budget(problem, problem.floor_bytes, memory)
+    assert set(tried) == {enough}
+    assert enough >= plain
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from keras_remat.planning.request import PlanRequest
 from keras_remat.planning.slice_candidates import candidates
 from keras_remat.planning.slice_costs import costs_of, ends_bytes, sliced_costs, undivided_scratch
 from keras_remat.planning.slicing import (
+    SlicingOptions,
     in_micro_batches,
     in_slices_of,
     plan_in_slices,
@@ -253,6 +254,23 @@ def test_once_the_time_is_over_slices_are_looked_for_by_the_quick_solver_alone()
         with pytest.raises(ScheduleNotFoundError):
             plan_in_slices(step, request, estimate, failure, refuse)
     assert asked == ["greedy_first"] * 4 + ["auto"] * 4
+
+
+def test_where_all_time_is_spent_no_way_is_tried_after_the_first_one(monkeypatch):
+    options = "keras_remat.planning.slicing.OPTIONS"
+    monkeypatch.setattr(options, SlicingOptions(most_s=0.0))
+    step, problem, _ = head(large=6400)
+    asked = []
+
+    def refuse(request):
+        asked.append(request)
+        raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+
+    request = replace(request_for(problem, 100 + 5000), seconds=1e-6)
+    failure = ScheduleNotFoundError(3400, problem.floor_bytes)
+    with pytest.raises(ScheduleNotFoundError):
+        plan_in_slices(step, request, estimate, failure, refuse)
+    assert len(asked) == 1
 
 
 def test_a_refusal_names_the_op_that_needs_most_in_slices():

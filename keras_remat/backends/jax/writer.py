@@ -290,8 +290,8 @@ def _late_stacks(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
     a copy for every loop at the step's very beginning, and holds each until its loop has run. No
     two of these are equal, so none is copied.
     """
-    triggers = [x for x in inputs if isinstance(x, jax.Array) and x.size]
     shapes = private.stacked_shapes(equation.source) if equation.kind == SCAN else []
+    triggers = [x for x in inputs if isinstance(x, jax.Array) and x.size] if shapes else []
     if not triggers or any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in shapes):
         return []
     late = lax.convert_element_type(never(triggers), jnp.int32)
