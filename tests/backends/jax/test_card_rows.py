@@ -87,22 +87,32 @@ def test_a_row_for_every_size_of_card(compiled, monkeypatch):
     assert plain_compilations == ["H100", "A100-40", "L4", "A10G"]
 
 
-def test_a_card_that_no_whole_op_fits_takes_slices(compiled):
-    """As ``fit`` would train it, and a search for the largest batch."""
-    model, target = models.mixer(), card("H100")
-    backend = JaxBackend(target)
+def below_the_floor():
+    """Returns a model, a limit that no whole op of its step fits, and its floor."""
+    model = models.mixer()
+    backend = JaxBackend(card("H100"))
     traced = backend.trace(model, backend.example_batch(model, 64))
     problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
     resident, floor = problem.profile.resident_bytes, problem.floor_bytes
-    limit = resident + int(0.8 * (floor - resident))
+    return model, resident + int(0.8 * (floor - resident)), floor
+
+
+def test_a_card_that_no_whole_op_fits_takes_slices(compiled):
+    """As ``fit`` would train it."""
+    model, limit, floor = below_the_floor()
     (row,) = asked(model, 64).rows([sized("H100", limit)], lambda row: None)
     assert row.verdict == WITH_A_PLAN
     assert row.slices in PARTS_OF_BATCHES
     assert f"in {row.slices} slices" in row.answer
     assert row.smallest_bytes <= limit < floor
     assert row.max_batch_plain < row.max_batch_planned
+
+
+@pytest.mark.slow
+def test_a_search_takes_slices_on_a_card_that_no_whole_op_fits(compiled):
+    model, limit, _ = below_the_floor()
     found = keras_remat.find_max_batch_size(
-        model, 64, limit, card=target, max_overhead=None, margin=0.0, time_limit_s=1.0
+        model, 64, limit, card=card("H100"), max_overhead=None, margin=0.0, time_limit_s=1.0
     )
     assert found.plan.slicing is not None
     assert found.plain_batch_size < 64 <= found.max_batch_size

@@ -386,6 +386,7 @@ def test_what_cannot_be_made_stateless_is_refused_by_name():
 # ------------------------------------------------------------------ micro-batches
 
 
+@pytest.mark.slow
 def test_a_piece_waits_for_the_one_before():
     """The same numbers, and the memory of one piece, which XLA does not give where the pieces may
     run side by side."""
