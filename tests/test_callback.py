@@ -314,6 +314,22 @@ def test_a_layer_frozen_without_compile_is_told_where_a_step_is_traced_after_it(
         fit(model, data, callback(limit), batch_size=BATCH)
 
 
+def test_a_layer_that_the_optimizer_does_not_know_is_trained_by_the_trace_of_before():
+    """As in plain ``fit``: a new trace would ask the optimizer to update what it was not built
+    for."""
+    losses = []
+    for callbacks in ([], [callback("8GiB")]):
+        model, data = small()
+        model.layers[1].trainable = False
+        fit(model, data)
+        model.layers[1].trainable = True
+        losses.append(fit(model, data, *callbacks)["loss"])
+    assert losses[0] == losses[1]
+    told = [e.message for e in callbacks[0].report.events if e.kind == "unmodified"]
+    assert len(told) == 1
+    assert "Unknown variable" in told[0]
+
+
 def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told():
     class RunsEagerly(keras.callbacks.Callback):
         calls = 0

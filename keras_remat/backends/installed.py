@@ -179,6 +179,12 @@ class Installed(ABC):
     """Says whether the original trains, as long as there is one of it, what the model was when it
     was traced."""
 
+    @property
+    def is_traced(self) -> bool:
+        """Returns whether the original has a trace of before: it may train a model of which no new
+        one can be made."""
+        return False
+
     def changed_layers(self) -> list[str]:
         """Returns the layers whose ``trainable`` is another one than when the original was first
         traced, as far as a ``fit`` with the callback has seen that; only where it matters."""

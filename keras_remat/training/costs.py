@@ -149,13 +149,15 @@ class StepCosts:
     @made_by_all
     def _traced(self, batch: Any, micro_batches: int) -> TracedStep:
         """Traces the step; what the layers of a user's model raise for the first batch that they
-        get is the model's own fault, and for micro-batches or another size it is not."""
+        get is the model's own fault, and for micro-batches or another size it is not, nor where
+        Keras's own step has a trace of before that may train it."""
         try:
             return self._backend.trace(self._fit.model, batch, micro_batches)
         except UnsupportedModelError:
             raise
         except Exception as error:
-            if micro_batches == 1 and self._fit.steps_run == 0:
+            is_first = micro_batches == 1 and self._fit.steps_run == 0
+            if is_first and not self._fit.installed.is_traced:
                 raise
             size = batch_size_of(batch)
             what = f"a batch of {size} samples in {micro_batches} micro-batches"

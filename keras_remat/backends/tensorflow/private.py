@@ -451,6 +451,11 @@ def _traced_data(function: Any) -> list[Any] | None:
     return [spec for (spec, *_), _ in signatures]
 
 
+def is_traced(function: Any) -> bool:
+    """Returns whether Keras's train function was traced before."""
+    return bool(_traced_data(function))
+
+
 def knows_sizes(function: Any) -> bool:
     """Returns whether Keras's train function was traced for batches that all have one size."""
     return any(has_fixed_size(data) for data in _traced_data(function) or ())

@@ -34,6 +34,10 @@ class InstalledTrainFunction(Installed):
     _joined: Any = None  # a function of Keras's for joined batches, and the original it is beside
 
     @property
+    def is_traced(self) -> bool:
+        return private.is_traced(self.original)
+
+    @property
     def any_size(self) -> bool:
         """Returns whether Keras's own step is traced for batches of any size: those of the data set
         have no fixed one, or it was traced before for others."""
