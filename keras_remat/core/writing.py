@@ -1,5 +1,8 @@
 """How strictly XLA is told to keep to a schedule; :mod:`keras_remat.backends.xla.protect` writes
-it."""
+it.
+
+A file of its own, though short: plans, backends and XLA's writer share it.
+"""
 
 from __future__ import annotations
 
