@@ -265,7 +265,8 @@ def planned(traced, share):
     ).schedule
 
 
-@pytest.mark.parametrize("name", some_slow(MEMORY, "mlp", "encoder", "convnet"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEMORY)
 def test_half_the_memory_of_the_plain_compiled_step(name):
     """XLA's convolutions on a CPU keep inputs in layouts of their own, which no schedule sees."""
     share = 0.7 if name == "convnet" else 0.6

@@ -73,6 +73,7 @@ def test_fit_compiled_keeps_to_the_limit_and_has_plain_s_numbers():
     assert not said["installed"]
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_advised_is_kept_from_the_first_step_on():
     """Keras's own step of this model is not compiled. The chunk of the plan's one buffer hangs on
     what other tests left of the pool: it is asked for."""
