@@ -38,8 +38,8 @@ which reads them all.
 
 **Four ways to write a schedule** (:class:`~keras_remat.core.writing.Writing`). What keeps the
 phases apart and holds values costs time where XLA had computed several values in one kernel. Some
-steps need it, others do not.
-Compiled for an H100, in plain's bytes and plain's time by the roofline:
+steps need it, others do not. Compiled for an H100, in plain's bytes and plain's time by the
+roofline:
 
 ======================================  ===========  ===========  ===========
 step                                    loosely      held         strictly
