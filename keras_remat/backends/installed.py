@@ -101,7 +101,8 @@ class Installed(ABC):
         """Trains a call's batches, and gives the original back where that raises."""
         try:
             if caller is not Caller.FIT:
-                return self._runner.run_alone(self._read(next(iter(iterator))), caller)
+                batch = self._prepared(self._read(next(iter(iterator))))
+                return self._runner.run_alone(batch, caller)
             return self._steps(iter(iterator))
         except self.end_of_data:
             raise

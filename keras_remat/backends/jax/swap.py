@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from keras_remat.backends.installed import Caller, Installed, StepRunner
+from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.sharding import laid_out
@@ -52,14 +52,10 @@ class InstalledTrainFunction(Installed):
         device = self._device
         device.state = state
         try:
-            if caller is not Caller.FIT:
-                return self._runner.run_alone(self._prepared(next(iterator)), caller), device.state
-            logs = self._steps(iter(iterator))
-            return logs, device.state
+            return self._trained(iterator, caller), device.state
         except StopIteration:  # before anything of this call was trained
             raise
         except BaseException as error:
-            self.give_back()
             private.publish_state(self._model, device.state)
             device.processes.fail(error)
             raise
