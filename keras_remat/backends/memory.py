@@ -16,7 +16,6 @@ bytes alive are all that is known (:class:`SimulatedMemory`). All three learn by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -94,8 +93,8 @@ class MemoryModel(Protocol):
         self,
         problem: Problem,
         at_once: int,
-        spare_bytes: int = 0,
-        ahead_bytes: Mapping[int, int] = MappingProxyType({}),
+        spare_bytes: int,
+        ahead_bytes: Mapping[int, int],
     ) -> int:
         """Returns the most that a step takes, resident bytes included, whose ops run in no order;
         0 where that is not known.

@@ -26,9 +26,9 @@ from keras_remat.backends.batches import repeated_batch
 from keras_remat.backends.memory import is_on_host
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, SizeTrial, is_allowed
-from keras_remat.batch_size.scaling import Scaling, traced_at
+from keras_remat.batch_size.scaling import traced_at
 from keras_remat.batch_size.size_chooser import SizeChooser
-from keras_remat.batch_size.step_scaling import in_slices
+from keras_remat.batch_size.step_scaling import Scaling, in_slices
 from keras_remat.core.graph import Graph
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
@@ -177,7 +177,7 @@ def verified_search(
     chooser: SizeChooser,
     limit: Limit,
     train: Train,
-    graph_of: Callable[[int], Graph] | None = None,
+    graph_of: Callable[[int], Graph],
 ) -> BatchSearch:
     """Trains what a search found and goes down or up from there.
 
@@ -185,8 +185,7 @@ def verified_search(
         chooser: chooses the sizes.
         limit: their predictions leave its margin free, and what they measure need not.
         train: runs a size, see :class:`SizeRunner`.
-        graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
-            scaling's.
+        graph_of: the graph of the train step that really runs at a size.
 
     Returns:
         The search with the largest size that trained, its plan with what was measured, and the
@@ -200,7 +199,7 @@ def verified_search(
         size, plan = chosen
         problem = scaling.at(size)
         try:
-            graph = problem.graph if graph_of is None else graph_of(size)
+            graph = graph_of(size)
         except UnsupportedModelError as error:
             own: Plan | SizeTrial = SizeTrial(size, None, str(error))
         else:

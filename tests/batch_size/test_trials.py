@@ -57,7 +57,9 @@ def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **
     chooser = SizeChooser.after(
         backend, search, solver="greedy", solve_s=2.0, max_overhead=max_overhead, **options
     )
-    found = verified_search(search, scaling, chooser, limit, train)
+    found = verified_search(
+        search, scaling, chooser, limit, train, lambda size: scaling.at(size).graph
+    )
     return search, found, trained
 
 

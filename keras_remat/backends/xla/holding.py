@@ -88,25 +88,12 @@ def waiting(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
     )
 
 
-def read_from_memory(
-    graph: Graph, order: Sequence[int], kinds: Kinds, copying: Collection[str] = ()
-) -> frozenset[int]:
-    """Returns the positions of an order whose result something reads that no kernel computes it in,
-    a product for instance, before it is computed again.
-
-    Args:
-        graph, order, kinds: as of :func:`waiting`.
-        copying: kinds of ops that read a copy in another layout, which is all that exists.
-    """
-    return frozenset(_read_by_products_first(graph, order, kinds, copying))
-
-
 def needed(
     graph: Graph,
     order: Sequence[int],
     kinds: Kinds,
     asked: Collection[int],
-    copying: Collection[str] = (),
+    copying: Collection[str],
 ) -> frozenset[int]:
     """Returns those positions of an order whose result has to be held, so that no more is alive at
     once than :data:`UNHELD_SHARE` of the most that the order has.
@@ -123,7 +110,7 @@ def needed(
     alive, reads = live_bytes(problem, schedule), last_reads(problem, schedule)
     most = UNHELD_SHARE * alive.max(initial=0)
     ends = {(value, at): end for at, values in enumerate(reads) for value, end in values.items()}
-    first = _read_by_products_first(graph, order, kinds, copying)
+    first = read_from_memory(graph, order, kinds, copying)
     made: dict[int, int] = {}  # value → where it was computed last
     parts: dict[int, frozenset[tuple[int, int]]] = {}  # position → what is there in its place
     found: set[int] = set()
@@ -150,11 +137,16 @@ def needed(
     return frozenset(found)
 
 
-def _read_by_products_first(
+def read_from_memory(
     graph: Graph, order: Sequence[int], kinds: Kinds, copying: Collection[str]
 ) -> dict[int, int]:
-    """Returns positions whose result something reads that no kernel computes it in, and where that
-    result is read first."""
+    """Returns the positions of an order whose result something reads that no kernel computes it in,
+    a product for instance, before it is computed again; and where that result is read first.
+
+    Args:
+        graph, order, kinds: as of :func:`waiting`.
+        copying: kinds of ops that read a copy in another layout, which is all that exists.
+    """
     fusible = (kinds.fusible | kinds.reductions).union(copying)
     made: dict[int, int] = {}  # value → where it was computed last
     first: dict[int, int] = {}

@@ -276,7 +276,7 @@ class Run:
         if self._writing is Writing.STRICT:
             return waits | sums
         copying = self._writer.copying
-        sums -= read_from_memory(graph, order, kinds, copying)
+        sums = sums.difference(read_from_memory(graph, order, kinds, copying))
         return needed(graph, order, kinds, waits | sums, copying)
 
     def op(self, op_id: int, *, waits: bool = False, is_alone: bool = False) -> None:

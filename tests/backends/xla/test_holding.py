@@ -52,7 +52,7 @@ def test_a_sum_is_held_where_what_it_is_made_of_would_be_the_most_that_is_alive(
     graph, order = b.problem(tuple(ends)).graph, range(6)
     asked = waiting(graph, order, KINDS)
     assert asked == {2}
-    assert needed(graph, order, KINDS, asked) == (asked if is_needed else frozenset())
+    assert needed(graph, order, KINDS, asked, ()) == (asked if is_needed else frozenset())
 
 
 def test_weights_are_updated_behind_what_reads_the_old_ones():

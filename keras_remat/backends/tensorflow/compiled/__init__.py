@@ -57,7 +57,6 @@ class CompiledBackend(TensorFlowBackend):
 
     compilation = "compiled"
     measures_op_times = False
-    runs_slices = True
     auto_solver = (
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )

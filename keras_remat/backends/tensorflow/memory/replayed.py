@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from keras_remat.backends.memory import CalibratedMemory
@@ -79,8 +78,8 @@ class ReplayedMemory(CalibratedMemory):
         self,
         problem: Problem,
         at_once: int,
-        spare_bytes: int = 0,
-        ahead_bytes: Mapping[int, int] = MappingProxyType({}),
+        spare_bytes: int,
+        ahead_bytes: Mapping[int, int],
     ) -> int:
         """Returns the highest peak of simulated runs in an unknown pool (:mod:`.unordered`); see
         :class:`~keras_remat.backends.memory.MemoryModel`."""

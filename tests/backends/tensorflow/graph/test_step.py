@@ -63,7 +63,7 @@ def test_keras_own_step_runs_as_many_ops_at_once_as_there_are_threads(
     traced = replace(traced, replicas=traced.replicas * replicas)
     vars(traced)["plain_surplus_bytes"] = 3_000  # it is cached
     memory = ReplayedMemory(smallest_bytes=0)
-    peak_bytes = memory.unordered_peak_bytes(problem, at_once) + 3_000 if at_once else 0
+    peak_bytes = memory.unordered_peak_bytes(problem, at_once, 0, {}) + 3_000 if at_once else 0
     assert traced.plain_unordered_bytes(problem, memory) == peak_bytes
 
 
