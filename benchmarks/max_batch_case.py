@@ -32,11 +32,10 @@ from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import batch_bytes, repeated_batch
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, is_allowed, overhead_bound
-from keras_remat.batch_size.scaling import Scaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.sizes import shorter_by
-from keras_remat.batch_size.step_scaling import step_scaling
+from keras_remat.batch_size.step_scaling import Scaling, step_scaling
 from keras_remat.batch_size.trials import SizeRunner, verified_search
 from keras_remat.core.limit import Limit
 from keras_remat.planning.calibrated_solve import within_budget

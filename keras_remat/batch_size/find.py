@@ -20,10 +20,9 @@ from keras_remat.backends.batches import batch_size_of, sliced
 from keras_remat.backends.example_batches import example_batch
 from keras_remat.batch_size import search_work
 from keras_remat.batch_size.found import BatchSearch, SizeTrial, is_allowed
-from keras_remat.batch_size.scaling import Scaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.size_chooser import SizeChooser
-from keras_remat.batch_size.step_scaling import step_scaling
+from keras_remat.batch_size.step_scaling import Scaling, step_scaling
 from keras_remat.batch_size.trials import SizeRunner, verified_search
 from keras_remat.checks import check_seconds, is_number
 from keras_remat.core.schedule import Schedule

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.batches import batch_size_of
@@ -152,22 +152,6 @@ def _scaled(number: int, traces: list[tuple[int, int, Fraction]]) -> Fraction:
         along = a + (b - a) * share
         result = result * along / a if a else result + along
     return result
-
-
-class Scaling(Protocol):
-    """Tells one train step's problem at any batch size."""
-
-    @property
-    def fit(self) -> CostFit | None:
-        """Returns the fitted costs with their residuals; ``None`` where one size alone was
-        measured."""
-
-    @property
-    def whole(self) -> BatchScaling:
-        """Returns the scaling of the step with whole ops."""
-
-    def at(self, size: int) -> Problem:
-        """Returns the problem at a batch size."""
 
 
 class BatchScaling:

@@ -52,8 +52,8 @@ from keras_remat.batch_size.found import (
     is_allowed,
     overhead_bound,
 )
-from keras_remat.batch_size.scaling import Scaling
 from keras_remat.batch_size.search_work import OPTIONS, SearchWork
+from keras_remat.batch_size.step_scaling import Scaling
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule

@@ -16,10 +16,10 @@ from typing import Any, Self
 
 from keras_remat.backends.base import Backend
 from keras_remat.batch_size.found import BatchSearch, MaxOverhead
-from keras_remat.batch_size.scaling import Scaling
 from keras_remat.batch_size.search import SizeSearch
 from keras_remat.batch_size.search_work import SearchWork
 from keras_remat.batch_size.sizes import SizeFacts, SizeMove, next_size, shorter_by, worth_running
+from keras_remat.batch_size.step_scaling import Scaling
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
 from keras_remat.planning.plan import Plan

@@ -18,7 +18,6 @@ from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.batch_size.found import BatchSearch
 from keras_remat.batch_size.scaling import (
     BatchScaling,
-    Scaling,
     batch_scaling,
     fixed_bytes,
     traced_at,
@@ -112,15 +111,15 @@ class SlicedScaling:
         return rule if rest else replace(rule, divides=times * size)
 
 
-#: Costs at any size, of whole ops or in slices.
-AnyScaling = BatchScaling | SlicedScaling
+#: One train step's problem at any batch size, of whole ops or in slices.
+Scaling = BatchScaling | SlicedScaling
 
 
 def searched_in_slices(
-    scaling: AnyScaling,
-    search: Callable[[AnyScaling, float], BatchSearch],
+    scaling: Scaling,
+    search: Callable[[Scaling, float], BatchSearch],
     share: float = 1.0,
-) -> tuple[AnyScaling, BatchSearch]:
+) -> tuple[Scaling, BatchSearch]:
     """Returns what a search finds; of a step in slices, in twice as many, too, as long as that
     leads further.
 
@@ -148,12 +147,12 @@ def searched_in_slices(
 
 
 def searched_further(
-    scaling: AnyScaling,
+    scaling: Scaling,
     found: BatchSearch,
     in_slices: Iterable[SlicedScaling],
     wanted: int,
-    search: Callable[[AnyScaling, float], BatchSearch],
-) -> tuple[AnyScaling, BatchSearch]:
+    search: Callable[[Scaling, float], BatchSearch],
+) -> tuple[Scaling, BatchSearch]:
     """Returns what a search finds; where whole ops do not reach the size that is wanted, what one
     in slices finds that leads further.
 

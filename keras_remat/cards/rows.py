@@ -22,7 +22,7 @@ from keras_remat.backends.batches import batch_bytes, batch_size_of
 from keras_remat.backends.example_batches import fixed_batch
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
-from keras_remat.batch_size.step_scaling import AnyScaling, scaling_in_slices
+from keras_remat.batch_size.step_scaling import Scaling, scaling_in_slices
 from keras_remat.cards.breakdown import Resident, activations_by_layer, parts_at_peak
 from keras_remat.cards.report import DOES_NOT_FIT, FITS, WITH_A_PLAN, CardRow
 from keras_remat.core.graph import Graph
@@ -281,9 +281,7 @@ class AskedStep:
             row = _and_told(row, f"No plan for a larger batch was found: {reason}.")
         return replace(row, max_batch_plain=plain, max_batch_planned=planned)
 
-    def _largest(
-        self, begun: _Begun, scaling: AnyScaling, multiple: int = 1
-    ) -> tuple[int, int, str]:
+    def _largest(self, begun: _Begun, scaling: Scaling, multiple: int = 1) -> tuple[int, int, str]:
         """Returns the largest batches by prediction, plain and with a plan, 0 where not one sample
         fits, and why there is no larger one.
 

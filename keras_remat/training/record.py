@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from keras_remat.batch_size.found import BatchSearch
 from keras_remat.batch_size.size_chooser import SizeChooser
-from keras_remat.batch_size.step_scaling import AnyScaling
+from keras_remat.batch_size.step_scaling import Scaling
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
@@ -206,7 +206,7 @@ class SizesRecord:
     step_s: tuple[float, ...] = ()
     samples_per_s: Mapping[int, float] = field(default_factory=dict)
     search: BatchSearch | None = None
-    scaling: AnyScaling | None = None
+    scaling: Scaling | None = None
     chooser: SizeChooser | None = None
     held_bytes: int = 0
     has_warned: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.batch_size.step_scaling import (
-    AnyScaling,
+    Scaling,
     SlicedScaling,
     scalings_below,
     sliced_scaling,
@@ -70,7 +70,7 @@ def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int
     return problem, family.profiles_by_size(steps.shapes, shape.signature, problem.graph)
 
 
-def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> AnyScaling:
+def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> Scaling:
     """Returns what the reference shape's step costs at other batch sizes; in the slices that it
     runs in, if it has any.
 
@@ -88,7 +88,7 @@ def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> AnyScaling:
 
 
 def scalings_in_slices(
-    record: FitRecord, scaling: AnyScaling, wanted: int, limit: Limit
+    record: FitRecord, scaling: Scaling, wanted: int, limit: Limit
 ) -> Iterator[SlicedScaling]:
     """Yields what the reference shape's step costs with some ops in slices, where it runs whole.
 

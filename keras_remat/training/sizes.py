@@ -28,7 +28,7 @@ from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.sizes import largest_wanted
 from keras_remat.batch_size.step_scaling import (
-    AnyScaling,
+    Scaling,
     searched_further,
     searched_in_slices,
 )
@@ -212,7 +212,7 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
 
 
 def _search(
-    fit: FitState, record: FitRecord, at_most: int | None, scaling: AnyScaling, share: float
+    fit: FitState, record: FitRecord, at_most: int | None, scaling: Scaling, share: float
 ) -> BatchSearch:
     """Searches the largest batch by prediction, in a share of the time."""
     backend, search_s = running_tools(fit).backend, share * _search_s(fit, record)
@@ -230,7 +230,7 @@ def _search(
     )
 
 
-def _multiple(fit: FitState, scaling: AnyScaling | None) -> int:
+def _multiple(fit: FitState, scaling: Scaling | None) -> int:
     """Returns the number that divides every size: that of devices, or of slices."""
     slicing = None if scaling is None else scaling.slicing
     return running_tools(fit).backend.batch_multiple if slicing is None else slicing.parts
