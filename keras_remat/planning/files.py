@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keras_remat.core import serialize
+from keras_remat.core import plan_record, serialize
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
@@ -126,9 +126,9 @@ def shown_file(path: str | os.PathLike[str], problem_path: str | None) -> Shown:
         if problem_path is None:
             return _shown_solution(*solved)
         return _shown_plan(_plan_of(serialize.load_problem(problem_path), solved[0]))
-    formats = (plans.FORMAT, serialize.FORMAT, fit_report.FORMAT)
+    formats = (plan_record.FORMAT, serialize.FORMAT, fit_report.FORMAT)
     found = serialize.read_json(path, formats, 1)["format"]
-    if found == plans.FORMAT:
+    if found == plan_record.FORMAT:
         return _shown_plan(plans.load_plan(path))
     if found == serialize.FORMAT:
         return _shown_problem(serialize.load_problem(path))

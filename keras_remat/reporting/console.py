@@ -28,10 +28,10 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from keras_remat.core.plan_record import PlanRecord
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.reporting.fit_report import WIDTH, AutotuneReport
-from keras_remat.reporting.records import Planned
 from keras_remat.reporting.text import percent_over
 from keras_remat.units import byte_unit, format_seconds
 
@@ -130,7 +130,7 @@ class Console:
 
     # ---------------------------------------------------------------- lines that stay
 
-    def swap_line(self, plan: Planned, limit_bytes: int) -> None:
+    def swap_line(self, plan: PlanRecord, limit_bytes: int) -> None:
         """Says what the tasks took, and what the step of a new plan is predicted to take."""
         self.tasks_line()
         plain_bytes, plan_bytes = plan.store_all.peak_bytes, plan.predicted.peak_bytes

@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from keras_remat.core.plan_record import PlanRecord
 from keras_remat.core.schedule import Usage
 from keras_remat.core.serialize import Fields, read_json, write_json
 from keras_remat.errors import InvalidProblemError
 from keras_remat.reporting import html, mpl, pictures
-from keras_remat.reporting.records import EpochUsage, Event, Planned
+from keras_remat.reporting.records import EpochUsage, Event, ReportRecord
 from keras_remat.reporting.tables import table
 from keras_remat.reporting.text import epoch_rows
 from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
@@ -26,16 +27,13 @@ from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
 FORMAT, VERSION = "keras_remat.report", 1
 #: Columns of everything that is printed.
 WIDTH = 79
-#: An epoch that spent less on planning had no plan made in it.
-_NO_PLAN_S = 0.05
 #: Kinds of events that say why a limit was not kept, the best first.
 _REASONS = ("over-limit", "kept", "tighten", "measured")
 #: Keys every epoch's logs get; numeric and the same from epoch 0 on.
 LOG_KEYS = ("remat_speedup", "remat_batch_size", "remat_peak_gib", "remat_samples_per_s")
 
 
-@dataclass
-class AutotuneReport:
+class AutotuneReport(ReportRecord):
     """Tells the whole story of one ``fit``.
 
     Attributes:
@@ -53,37 +51,6 @@ class AutotuneReport:
         setup_limit_s: seconds after which set-up improved no plan any more.
     """
 
-    limit_bytes: int | None = None
-    max_batch_size: int | None = None
-    batch_size: int | None = None
-    baseline: Usage | None = None
-    baseline_batch_size: int | None = None
-    baseline_source: Literal["measured", "predicted"] | None = None
-    epochs: list[EpochUsage] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    plan: Planned | None = field(default=None, repr=False)
-    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
-    predicted_phases: list[str] = field(default_factory=list)
-    setup_s: float | None = None
-    setup_limit_s: float | None = None
-
-    @property
-    def baseline_samples_per_s(self) -> float | None:
-        """Returns samples per second of the plain step, or ``None`` before it is known."""
-        if self.baseline is None or not self.baseline_batch_size or self.baseline.time_s <= 0:
-            return None
-        return self.baseline_batch_size / self.baseline.time_s
-
-    def speedup(self, epoch: EpochUsage) -> float:
-        """Returns samples per second of ``epoch`` over the plain step's; 1.0 while unknown."""
-        plain = epoch.plain_samples_per_s or self.baseline_samples_per_s
-        return epoch.samples_per_s / plain if plain and epoch.samples_per_s > 0 else 1.0
-
-    @property
-    def speedups(self) -> list[float]:
-        """Returns the :meth:`speedup` of every epoch."""
-        return [self.speedup(epoch) for epoch in self.epochs]
-
     def epoch_logs(self, epoch: EpochUsage) -> dict[str, float]:
         """Returns the log entries of an epoch, under :data:`LOG_KEYS`."""
         numbers = (
@@ -93,40 +60,6 @@ class AutotuneReport:
             epoch.samples_per_s,
         )
         return dict(zip(LOG_KEYS, numbers, strict=True))
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Returns the peak of the step that ran in the end, from ``peaks_source``; ``None`` while
-        unknown.
-
-        Peaks of an epoch in which plans were made are not all of the last plan.
-        """
-        if not self.epochs:
-            return None
-        last = self.epochs[-1]
-        measured = self.plan.measured if self.plan is not None else None
-        if measured is None:
-            return last.peak_bytes or None  # 0: the device's allocator tells nothing
-        later = last.peak_bytes if len(self.epochs) > 1 and last.planning_time_s < _NO_PLAN_S else 0
-        return max(measured.peak_bytes, later)
-
-    @property
-    def peaks_source(self) -> Literal["measured", "predicted"]:
-        """Returns whether peaks were measured, or predicted as the device's allocator keeps no
-        statistics."""
-        is_predicted = any(event.kind == "predicted" for event in self.events)
-        return "predicted" if is_predicted else "measured"
-
-    @property
-    def baseline_peak_source(self) -> Literal["measured", "predicted"]:
-        """Returns whether the plain step's peak was measured; its time can be where the peak is
-        not."""
-        return "predicted" if self.baseline_source == "predicted" else self.peaks_source
-
-    @property
-    def planning_time_s(self) -> float:
-        """Returns seconds spent tracing, solving and compiling in all epochs."""
-        return sum(epoch.planning_time_s for epoch in self.epochs)
 
     @property
     def limit_kept(self) -> bool | None:
@@ -270,7 +203,7 @@ class AutotuneReport:
 
 
 def load_report(
-    path: str | os.PathLike[str], read_plan: Callable[[object, str], Planned]
+    path: str | os.PathLike[str], read_plan: Callable[[object, str], PlanRecord]
 ) -> AutotuneReport:
     """Reads a report file.
 

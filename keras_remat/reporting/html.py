@@ -12,12 +12,13 @@ import html
 import platform
 from collections.abc import Iterable, Sequence
 
+from keras_remat.core.plan_record import PlanRecord
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.reporting import pictures
 from keras_remat.reporting.chart import COLORS, Chart
 from keras_remat.reporting.curves import Curve, compared, groups, top_holders
-from keras_remat.reporting.records import Planned, Reported
+from keras_remat.reporting.records import ReportRecord
 from keras_remat.reporting.svg import draw, escape, paint
 from keras_remat.reporting.tables import printable, shown_groups, summary_cells
 from keras_remat.reporting.text import (
@@ -74,13 +75,13 @@ font-variant-numeric:tabular-nums}
 )
 
 
-def report_page(report: Reported) -> str:
+def report_page(report: ReportRecord) -> str:
     """Returns a page about a ``fit``: verdict, pictures, tables, events, versions."""
     name = report.plan.name if report.plan is not None else ""
     return titled_page(f"Training {name or 'a model'} within a memory limit", report_body(report))
 
 
-def report_body(report: Reported) -> str:
+def report_body(report: ReportRecord) -> str:
     """Returns what the page about a ``fit`` shows, without its head."""
     parts = [_tiles(_report_tiles(report))]
     if report.plan is not None:
@@ -102,13 +103,13 @@ def report_body(report: Reported) -> str:
     return "".join([*parts, _versions(device)])
 
 
-def plan_page(planned: Planned) -> str:
+def plan_page(planned: PlanRecord) -> str:
     """Returns a page about a plan."""
     of = f" of {planned.name}" if planned.name else ""
     return titled_page(f"Plan of a training step{of}", plan_body(planned))
 
 
-def plan_body(planned: Planned) -> str:
+def plan_body(planned: PlanRecord) -> str:
     """Returns what the page about a plan shows, without its head."""
     head, *rows = usage_rows(planned)
     return "".join(
@@ -168,7 +169,7 @@ def _tiles(tiles: Iterable[tuple[str, str, str]]) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _report_tiles(report: Reported) -> list[tuple[str, str, str]]:
+def _report_tiles(report: ReportRecord) -> list[tuple[str, str, str]]:
     tiles = []
     limit, peak = report.limit_bytes, report.peak_bytes
     if limit is not None and peak is not None:
@@ -193,7 +194,7 @@ def _report_tiles(report: Reported) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _plan_tiles(planned: Planned) -> list[tuple[str, str, str]]:
+def _plan_tiles(planned: PlanRecord) -> list[tuple[str, str, str]]:
     usage = planned.measured or planned.predicted
     kept = usage.peak_bytes <= planned.budget_bytes
     word = "measured" if planned.measured is not None else "predicted"
@@ -207,7 +208,7 @@ def _plan_tiles(planned: Planned) -> list[tuple[str, str, str]]:
     ]
 
 
-def _pictures(planned: Planned, limit_bytes: int | None) -> str:
+def _pictures(planned: PlanRecord, limit_bytes: int | None) -> str:
     """Returns pictures of memory over time, holders of the peak, and stays; nothing without a
     problem."""
     if planned.problem is None:
@@ -236,7 +237,7 @@ def _holders(curves: dict[str, Curve], limit: tuple[str, int] | None) -> str:
     return f"<h2>Who holds the peak</h2>{draw(pictures.holders(curves, limit))}{listed}"
 
 
-def _layers(planned: Planned) -> str:
+def _layers(planned: PlanRecord) -> str:
     """Shows what is kept and recomputed, by layer."""
     if planned.problem is None:
         return f"<pre>{escape_all(plan_text(planned))}</pre>"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from keras_remat.checks import check_among
+from keras_remat.core.plan_record import PlanRecord
 from keras_remat.core.schedule import Usage
 from keras_remat.reporting.chart import (
     Axis,
@@ -22,7 +23,7 @@ from keras_remat.reporting.chart import (
     layer_colors,
 )
 from keras_remat.reporting.curves import Curve, compared, intervals, top_holders
-from keras_remat.reporting.records import Planned, Reported
+from keras_remat.reporting.records import ReportRecord
 from keras_remat.reporting.tables import readable
 from keras_remat.units import format_bytes
 
@@ -36,7 +37,7 @@ _NAME = 34
 _AIR = 1.08
 
 
-def plan(planned: Planned, kind: str, limit_bytes: int | None = None) -> Chart:
+def plan(planned: PlanRecord, kind: str, limit_bytes: int | None = None) -> Chart:
     """Returns a picture of a plan.
 
     Args:
@@ -63,7 +64,7 @@ def plan(planned: Planned, kind: str, limit_bytes: int | None = None) -> Chart:
     return _named(chart, planned)
 
 
-def report(told: Reported, kind: str) -> tuple[Chart, ...]:
+def report(told: ReportRecord, kind: str) -> tuple[Chart, ...]:
     """Returns the pictures of what a ``fit`` did, one above the other; see ``AutotuneReport.plot``.
 
     Raises:
@@ -77,7 +78,7 @@ def report(told: Reported, kind: str) -> tuple[Chart, ...]:
     return (plan(told.plan, kind, told.limit_bytes),)
 
 
-def limit_of(planned: Planned, limit_bytes: int | None) -> tuple[str, int]:
+def limit_of(planned: PlanRecord, limit_bytes: int | None) -> tuple[str, int]:
     """Returns name and bytes of what a plan is to stay under."""
     return ("budget", planned.budget_bytes) if limit_bytes is None else ("limit", limit_bytes)
 
@@ -196,7 +197,7 @@ def stages(curve: Curve) -> Chart:
     )
 
 
-def overhead(planned: Planned, points: Sequence[tuple[int, float]]) -> Chart:
+def overhead(planned: PlanRecord, points: Sequence[tuple[int, float]]) -> Chart:
     """Returns the overhead (a ratio) against the budget in bytes, with the plan's own point."""
     own = planned.budget_bytes, 100 * planned.overhead
     quick = [(budget, 100 * ratio) for budget, ratio in points]
@@ -237,7 +238,7 @@ def batch_sizes(
     )
 
 
-def epochs(told: Reported) -> tuple[Chart, ...]:
+def epochs(told: ReportRecord) -> tuple[Chart, ...]:
     """Returns the speed, and below it the peak, of every epoch, against the plain step and the
     limit.
 
@@ -326,7 +327,7 @@ def _beside(amounts: Sequence[float]) -> tuple[float, float]:
     return high + space, low - space
 
 
-def _named(chart: Chart, planned: Planned) -> Chart:
+def _named(chart: Chart, planned: PlanRecord) -> Chart:
     """Returns a chart whose title has the name of the model."""
     return replace(chart, title=f"{chart.title}: {_short(planned.name)}") if planned.name else chart
 

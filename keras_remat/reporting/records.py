@@ -1,54 +1,15 @@
-"""What is shown of a plan and of a ``fit``.
-
-Plans and reports are made in layers above this folder, or import what draws them; texts, pages and
-pictures ask no more of them than the protocols here.
-"""
+"""What is shown of a ``fit``, as numbers: what texts, pages and pictures ask of a report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Literal
 
-from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Solution, Usage
-from keras_remat.core.slices import Slicing
+from keras_remat.core.plan_record import PlanRecord
+from keras_remat.core.schedule import Usage
 
-
-class Planned(Protocol):
-    """Says what is shown of a plan; :class:`keras_remat.planning.plan.Plan` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def solution(self) -> Solution: ...
-    @property
-    def store_all(self) -> Usage: ...
-    @property
-    def predicted(self) -> Usage: ...
-    @property
-    def compiled(self) -> Usage | None: ...
-    @property
-    def measured(self) -> Usage | None: ...
-    @property
-    def card(self) -> str | None: ...
-    @property
-    def slicing(self) -> Slicing | None: ...
-    @property
-    def overhead(self) -> float: ...
-    @property
-    def profile_source(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def problem(self) -> Problem | None: ...
-    @property
-    def smallest_bytes(self) -> int: ...
-    @property
-    def uncounted_bytes(self) -> int: ...
-    def to_dict(self) -> dict[str, Any]: ...
+#: An epoch that spent less on planning had no plan made in it.
+_NO_PLAN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -91,31 +52,72 @@ class EpochUsage:
         return self.samples / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
-class Reported(Protocol):
-    """Says what is shown of a ``fit``; :class:`keras_remat.reporting.fit_report.AutotuneReport` is
-    one."""
+@dataclass
+class ReportRecord:
+    """Holds what is known of one ``fit``; :class:`keras_remat.reporting.fit_report.AutotuneReport`
+    explains the fields."""
+
+    limit_bytes: int | None = None
+    max_batch_size: int | None = None
+    batch_size: int | None = None
+    baseline: Usage | None = None
+    baseline_batch_size: int | None = None
+    baseline_source: Literal["measured", "predicted"] | None = None
+    epochs: list[EpochUsage] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    plan: PlanRecord | None = field(default=None, repr=False)
+    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
+    predicted_phases: list[str] = field(default_factory=list)
+    setup_s: float | None = None
+    setup_limit_s: float | None = None
 
     @property
-    def limit_bytes(self) -> int | None: ...
+    def baseline_samples_per_s(self) -> float | None:
+        """Returns samples per second of the plain step, or ``None`` before it is known."""
+        if self.baseline is None or not self.baseline_batch_size or self.baseline.time_s <= 0:
+            return None
+        return self.baseline_batch_size / self.baseline.time_s
+
+    def speedup(self, epoch: EpochUsage) -> float:
+        """Returns samples per second of ``epoch`` over the plain step's; 1.0 while unknown."""
+        plain = epoch.plain_samples_per_s or self.baseline_samples_per_s
+        return epoch.samples_per_s / plain if plain and epoch.samples_per_s > 0 else 1.0
+
     @property
-    def peak_bytes(self) -> int | None: ...
+    def speedups(self) -> list[float]:
+        """Returns the :meth:`speedup` of every epoch."""
+        return [self.speedup(epoch) for epoch in self.epochs]
+
     @property
-    def peaks_source(self) -> str: ...
+    def peak_bytes(self) -> int | None:
+        """Returns the peak of the step that ran in the end, from ``peaks_source``; ``None`` while
+        unknown.
+
+        Peaks of an epoch in which plans were made are not all of the last plan.
+        """
+        if not self.epochs:
+            return None
+        last = self.epochs[-1]
+        measured = self.plan.measured if self.plan is not None else None
+        if measured is None:
+            return last.peak_bytes or None  # 0: the device's allocator tells nothing
+        later = last.peak_bytes if len(self.epochs) > 1 and last.planning_time_s < _NO_PLAN_S else 0
+        return max(measured.peak_bytes, later)
+
     @property
-    def planning_time_s(self) -> float: ...
+    def peaks_source(self) -> Literal["measured", "predicted"]:
+        """Returns whether peaks were measured, or predicted as the device's allocator keeps no
+        statistics."""
+        is_predicted = any(event.kind == "predicted" for event in self.events)
+        return "predicted" if is_predicted else "measured"
+
     @property
-    def baseline(self) -> Usage | None: ...
+    def baseline_peak_source(self) -> Literal["measured", "predicted"]:
+        """Returns whether the plain step's peak was measured; its time can be where the peak is
+        not."""
+        return "predicted" if self.baseline_source == "predicted" else self.peaks_source
+
     @property
-    def baseline_source(self) -> str | None: ...
-    @property
-    def baseline_peak_source(self) -> str: ...
-    @property
-    def baseline_samples_per_s(self) -> float | None: ...
-    @property
-    def plan(self) -> Planned | None: ...
-    @property
-    def epochs(self) -> Sequence[EpochUsage]: ...
-    @property
-    def events(self) -> Sequence[Event]: ...
-    @property
-    def speedups(self) -> Sequence[float]: ...
+    def planning_time_s(self) -> float:
+        """Returns seconds spent tracing, solving and compiling in all epochs."""
+        return sum(epoch.planning_time_s for epoch in self.epochs)

@@ -9,11 +9,12 @@ from collections import Counter
 from importlib import metadata
 
 from keras_remat.core.graph import PHASES, Op, Value
+from keras_remat.core.plan_record import PlanRecord
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.core.slices import Slicing
-from keras_remat.reporting.records import Planned, Reported
+from keras_remat.reporting.records import ReportRecord
 from keras_remat.reporting.tables import counted, readable, table
 from keras_remat.units import format_bytes, format_seconds
 
@@ -216,7 +217,7 @@ def percent_over(problem: Problem, seconds: float | None) -> str:
     return f"{100 * (seconds / base_s - 1):.2f}%" if base_s > 0 else "0.00%"
 
 
-def plan_text(plan: Planned) -> str:
+def plan_text(plan: PlanRecord) -> str:
     """Returns the summary of a plan for a terminal."""
     heads = [
         ("solver", status_text(plan.solution)),
@@ -252,7 +253,7 @@ def slices_text(slicing: Slicing) -> str:
     return f"{counted(count, 'op')} run{'s' * (count == 1)} in {slicing.parts} slices"
 
 
-def uncounted_text(plan: Planned) -> str:
+def uncounted_text(plan: PlanRecord) -> str:
     """Returns a sentence on the arrays that peaks leave out, without an end; empty where those are
     little beside the peak."""
     held_bytes, peak_bytes = plan.uncounted_bytes, plan.predicted.peak_bytes
@@ -264,7 +265,7 @@ def uncounted_text(plan: Planned) -> str:
     )
 
 
-def usage_rows(plan: Planned) -> list[tuple[str, str, str, str, str]]:
+def usage_rows(plan: PlanRecord) -> list[tuple[str, str, str, str, str]]:
     """Returns the rows of a table, the head first: store-all, predicted, compiled where a
     compiler was asked, and measured where the plan ran."""
     rows = [("", "peak", "of budget", "time", "overhead")]
@@ -283,7 +284,7 @@ def usage_rows(plan: Planned) -> list[tuple[str, str, str, str, str]]:
     return rows
 
 
-def epoch_rows(report: Reported) -> list[list[str]]:
+def epoch_rows(report: ReportRecord) -> list[list[str]]:
     """Returns the rows of a table, the head first: what the steps of every epoch took."""
     rows = [["epoch", "batch", "samples/s", "speedup", "peak", "in steps", "planning"]]
     for epoch, speedup in zip(report.epochs, report.speedups, strict=True):
@@ -294,13 +295,13 @@ def epoch_rows(report: Reported) -> list[list[str]]:
     return rows
 
 
-def overhead_text(plan: Planned, usage: Usage | None) -> str:
+def overhead_text(plan: PlanRecord, usage: Usage | None) -> str:
     """Returns the time that a plan adds: as predicted, or as ``usage`` says."""
     time_s, base_s = (usage or plan.predicted).time_s, plan.store_all.time_s
     return _percent((time_s - base_s) / base_s) if base_s > 0 else "-"
 
 
-def overhead_source(plan: Planned) -> str:
+def overhead_source(plan: PlanRecord) -> str:
     """Names what a plan's overhead was computed from."""
     if plan.compiled is not None and plan.compiled.time_s != plan.predicted.time_s:
         return "what the compiler made of it"
