@@ -299,7 +299,7 @@ class Freezes(keras.callbacks.Callback):
             self.model.layers[1].trainable = False
 
 
-@pytest.mark.parametrize("in_fit", ["first", "second"])
+@pytest.mark.parametrize("in_fit", [pytest.param("first", marks=pytest.mark.slow), "second"])
 def test_a_layer_frozen_without_compile_is_told_where_a_step_is_traced_after_it(in_fit):
     """The last batch is smaller, and so is traced later than the first."""
     model, data = model_and_data(2 * BATCH + 500)

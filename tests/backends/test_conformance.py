@@ -20,6 +20,14 @@ FRAMEWORK = keras.backend.backend()
 #: The paths of every framework, as values of ``compilation``.
 PATHS = {"tensorflow": ("ordered", "compiled"), "jax": ("compiled",), "torch": ("ordered",)}
 every_path = pytest.mark.parametrize("path", PATHS[FRAMEWORK])
+#: XLA takes long, and what it compiles from slices is trained in the case below the floor.
+first_path = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=[pytest.mark.slow] if at else [])
+        for at, p in enumerate(PATHS[FRAMEWORK])
+    ],
+)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 SAMPLES, ROWS = 16, 2048
 
@@ -139,7 +147,7 @@ def test_fit_trains_below_the_floor_in_slices_and_so_it_does_by_its_plan(path, t
     assert again.plan.slicing == callback.plan.slicing
 
 
-@every_path
+@first_path
 def test_micro_batches_are_slices_with_the_numbers_of_the_whole_batch(path, recwarn):
     """Four do not divide ten samples, and five do; the last two are two slices, where nothing is
     compiled for long."""

@@ -108,7 +108,8 @@ SPARSE_DATA = {
 @pytest.mark.skipif(ON_TORCH, reason="Keras on PyTorch takes no sparse data")
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # JAX's, as Keras makes it
 @pytest.mark.parametrize(
-    ("form", "batch_size"), [("among others", "keep"), ("with weights", "max")]
+    ("form", "batch_size"),
+    [pytest.param("among others", "keep", marks=pytest.mark.slow), ("with weights", "max")],
 )
 def test_sparse_data_train_as_they_are_and_are_named(form, batch_size, over_any_limit):
     """How many numbers a batch has differs from batch to batch."""

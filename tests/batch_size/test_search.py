@@ -376,7 +376,7 @@ def test_work_ends_the_search_after_a_few_solves():
 # ------------------------------------------------------------------ on TensorFlow
 
 
-@pytest.mark.parametrize("profile", ["measured", "estimated"])
+@pytest.mark.parametrize("profile", ["measured", pytest.param("estimated", marks=pytest.mark.slow)])
 def test_search_leaves_the_model_as_it_was_and_keeps_to_the_budget(models, profile):
     from keras_remat.backends.tensorflow import backend as tensorflow_backend
 

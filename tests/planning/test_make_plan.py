@@ -90,7 +90,7 @@ def regression(samples=8):
     return x, x[:, :1]
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_planning_moves_nothing_that_the_model_does_not_hold(models, jit_compile):
     from keras_remat.backends.base import load_backend
     from keras_remat.batch_size.find import find_max_batch_size

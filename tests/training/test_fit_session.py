@@ -215,7 +215,7 @@ def texts_of(lengths, batch=4):
     return model, tf.data.Dataset.from_generator(lambda: iter(data), output_signature=shapes)
 
 
-@pytest.mark.parametrize("wanted", ["max", "fastest", 6])
+@pytest.mark.parametrize("wanted", ["max", pytest.param("fastest", marks=pytest.mark.slow), 6])
 def test_a_longest_batch_that_was_never_traced_can_be_what_is_searched_from(wanted):
     """By two shorter ones it is known to fit."""
     lengths = (3, 5, 3, 9, 2, 9, 3)

@@ -40,7 +40,9 @@ def step():
     return model, arrays
 
 
-@pytest.mark.parametrize("make", [models.mixer, models.convnet])
+@pytest.mark.parametrize(
+    "make", [models.mixer, pytest.param(models.convnet, marks=pytest.mark.slow)]
+)
 def test_a_plain_step_of_one_size_tells_what_another_takes(make):
     """Near enough for a step that is told to be far over a budget not to be compiled."""
     model, backend = make(), load_backend()

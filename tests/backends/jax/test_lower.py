@@ -155,6 +155,7 @@ def test_what_a_loop_writes_into_does_not_exist_before_it(monkeypatch):
     assert late <= 0.6 * memory(lower(traced, schedule)).temp_bytes
 
 
+@pytest.mark.slow
 def test_sums_that_run_again_exist(monkeypatch):
     """XLA would compute them again in each reader, and keep all that they are made of."""
     model = models.residual()

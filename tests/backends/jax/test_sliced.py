@@ -47,7 +47,9 @@ def cut(value, mode, part):
     return jax.lax.slice_in_dim(value, part * rows, (part + 1) * rows, axis=mode)
 
 
-@pytest.mark.parametrize("build", [models.pooled, models.recurrent, head])
+@pytest.mark.parametrize(
+    "build", [pytest.param(models.pooled, marks=pytest.mark.slow), models.recurrent, head]
+)
 def test_each_equation_runs_on_a_part(build):
     """Equation by equation, on what the step computes: parts are parts to the bit, and terms of a
     sum add up to it."""

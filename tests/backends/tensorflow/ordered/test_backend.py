@@ -137,7 +137,12 @@ class Blocks(keras.Model):
 
 
 @pytest.mark.parametrize(
-    "container", [tuple, lambda made: [Pair(*made)], lambda made: [{one} for one in made]]
+    "container",
+    [
+        pytest.param(tuple, marks=pytest.mark.slow),
+        lambda made: [Pair(*made)],
+        pytest.param(lambda made: [{one} for one in made], marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_with_layers_in_any_container_trains_as_plainly(container):
     def trained(*callbacks):
