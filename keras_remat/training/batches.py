@@ -125,16 +125,18 @@ def none_held(fit: FitState) -> FitRecord:
     return replace(fit.record, held=HeldBatches())
 
 
-def after_step(fit: FitState, size: int, logs: Any, time_s: float) -> FitRecord:
-    """Returns what is known after a step of so many samples, which took ``time_s`` seconds."""
-    record, sizes = fit.record, fit.record.sizes
+def after_step(fit: FitState, due: Due, logs: Any, time_s: float) -> FitRecord:
+    """Returns what is known after a step, which took ``time_s`` seconds."""
+    record, sizes, size = fit.record, fit.record.sizes, due.size
     is_final = record.is_settled and size == sizes.size
     sizes = sizes.after_step(
         size,
         changed=sizes.chosen is not None or record.running.plan is not None,
         final_s=time_s if is_final else None,
     )
-    fit.report.batch_size = sizes.largest
+    # a rest right after the size has changed is no smaller batch
+    before = fit.report.batch_size or 0
+    fit.report.batch_size = max(before, size) if due.is_rest else sizes.largest
     return replace(record, sizes=sizes, logs=logs)
 
 

@@ -82,7 +82,7 @@ def _train_one(fit: FitState, due: batches.Due) -> None:
         fit.record = batches.given_back(fit.record, batch)
         fit.record = sizes.after_failure(fit, due, error)
     else:
-        fit.record = batches.after_step(fit, due.size, logs, time.perf_counter() - started)
+        fit.record = batches.after_step(fit, due, logs, time.perf_counter() - started)
         fit.record = sizes.after_step(fit, due, batch)
         return
     del batch

@@ -57,6 +57,14 @@ def test_joined_batches_train_every_sample_once_and_the_rest_at_the_epochs_end()
     assert trainer.finish() is None
 
 
+def test_a_rest_right_after_batches_have_grown_is_not_told_as_their_size():
+    trainer = Fixed(FakeSteps(), "max", found=35)
+    epoch(trainer, batches=3, last=3)
+    assert (trainer.changes, trainer.report.batch_size) == ([(10, 35)], 10)
+    epoch(trainer, batches=3, last=3)
+    assert trainer.report.batch_size == 23
+
+
 def test_batches_that_are_held_are_not_what_the_data_write_next():
     """A generator may fill the same arrays again and again."""
     steps, array = FakeSteps(), np.zeros(LOADER, int)
