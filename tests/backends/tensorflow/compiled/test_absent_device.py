@@ -55,6 +55,7 @@ def transformer():
     return model, (np.zeros((8, 64, 64), "float32"), np.zeros(8, "int32"))
 
 
+@pytest.mark.usefixtures("card_compiler")
 def test_a_softmax_is_one_op():
     """Nothing inside of it is a value that a plan could keep; XLA:GPU computes it in one kernel."""
     model, batch = transformer()
