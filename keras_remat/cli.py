@@ -220,9 +220,11 @@ def _planning_arguments(command: Any) -> None:
     )
 
 
-def _model_and_batch(options: argparse.Namespace) -> tuple[Any, Any]:
+def _model_and_batch(options: argparse.Namespace, console: Any) -> tuple[Any, Any]:
+    check_memory_limit(options.memory_limit)  # before the model is loaded
     given = options.batch_size, options.shape, options.dtype
-    return model_argument.model_and_batch(options.model, *given)
+    with console.task("loading the model"):
+        return model_argument.model_and_batch(options.model, *given)
 
 
 def _add_plan(commands: Any) -> None:
@@ -247,10 +249,8 @@ def _run_plan(options: argparse.Namespace) -> int:
 
     check_name("solver", options.solver, SOLVERS)
     _check_folder(options.output)
-    check_memory_limit(options.memory_limit)  # before the model is loaded
     console = Console(sys.stderr)
-    with console.task("loading the model"):
-        model, batch = _model_and_batch(options)
+    model, batch = _model_and_batch(options, console)
     with console.task("planning"):
         plan = make_plan(
             model,
@@ -291,10 +291,8 @@ def _run_max_batch(options: argparse.Namespace) -> int:
     from keras_remat.batch_size.find import find_max_batch_size
     from keras_remat.reporting.console import Console
 
-    check_memory_limit(options.memory_limit)  # before the model is loaded
     console = Console(sys.stderr)
-    with console.task("loading the model"):
-        model, batch = _model_and_batch(options)
+    model, batch = _model_and_batch(options, console)
     with console.task("searching the largest batch that fits"):
         search = find_max_batch_size(
             model,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from keras_remat.backends.base import TracedStep
-from keras_remat.backends.memory import CalibratedMemory
+from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.processes import Processes
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.core.graph import BACKWARD, FORWARD, Graph, Op, Value
@@ -203,7 +203,8 @@ class FakeBackend:
         self.ran, self.traced = [], []
         self.device = FakeDevice(self, device_name, has_statistics)
         self.profiler_remark = profiler_remark
-        self.memory = CalibratedMemory(self.predicted)
+        self.memory = SimulatedMemory()
+        self.memory.uncalibrated_bytes = self.predicted
         self.more = {"fixed_bytes": fixed_bytes, "kind": kind}
         self.first_call_bytes, self.called = first_call_bytes, set()
         self.lowered, self.writings = [], []

@@ -15,7 +15,7 @@ bytes alive are all that is known (:class:`SimulatedMemory`). All three learn by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -190,28 +190,21 @@ class Calibration:
         return max(0, round(simulated_bytes + float(surplus) * store_all_bytes))
 
 
-class CalibratedMemory(MemoryModel):
-    """Corrects an uncalibrated memory model by what was measured.
+class SimulatedMemory(MemoryModel):
+    """Corrects by what was measured what is simulated: the bytes alive, which is what is known
+    where nothing can be asked, or what an allocator makes of them."""
 
-    Args:
-        uncalibrated: the peak of a schedule before any correction, resident bytes included.
-        order_matters, restores_after_plain: see :class:`MemoryModel`.
-    """
-
-    def __init__(
-        self,
-        uncalibrated: Callable[[Problem, Schedule], int],
-        *,
-        order_matters: bool = False,
-        restores_after_plain: bool = False,
-    ):
-        self.order_matters, self.restores_after_plain = order_matters, restores_after_plain
-        self._uncalibrated, self._calibration = uncalibrated, Calibration()
+    def __init__(self) -> None:
+        self._calibration = Calibration()
         self._store_all: tuple[Problem, int] | None = None  # of the problem asked for last
+
+    def uncalibrated_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the peak before any correction, resident bytes included."""
+        return simulate(problem, schedule).peak_bytes
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the corrected peak; see :class:`MemoryModel`."""
-        peak = self._uncalibrated(problem, schedule)
+        peak = self.uncalibrated_bytes(problem, schedule)
         if self._calibration.is_empty:
             return peak
         resident = problem.profile.resident_bytes
@@ -220,7 +213,7 @@ class CalibratedMemory(MemoryModel):
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from the most that a schedule measured."""
         resident = problem.profile.resident_bytes
-        simulated = self._uncalibrated(problem, schedule) - resident
+        simulated = self.uncalibrated_bytes(problem, schedule) - resident
         self._calibration.learn(simulated, self._most(problem), measured_peak_bytes - resident)
 
     def forget(self) -> None:
@@ -231,17 +224,6 @@ class CalibratedMemory(MemoryModel):
         if self._store_all is None or self._store_all[0] is not problem:
             self._store_all = problem, store_all_bytes(problem)
         return self._store_all[1]
-
-
-class SimulatedMemory(CalibratedMemory):
-    """Tells the bytes alive, which is what is known where nothing can be asked."""
-
-    def __init__(self) -> None:
-        super().__init__(_alive_bytes)
-
-
-def _alive_bytes(problem: Problem, schedule: Schedule) -> int:
-    return simulate(problem, schedule).peak_bytes
 
 
 def store_all_bytes(problem: Problem) -> int:

@@ -391,9 +391,9 @@ def new_order(
     *,
     solver: str,
     time_limit_s: float,
-    near: Schedule | None = None,
-    seed: int = 0,
-    patience: float = 1.0,
+    near: Schedule | None,
+    seed: int,
+    patience: float,
 ) -> tuple[Schedule, float, int]:
     """Returns the order of one solve that needs least, and how much the device adds to it.
 

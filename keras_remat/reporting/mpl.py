@@ -84,20 +84,18 @@ def _plain_text(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _matplotlib(module: str) -> Any:
-    try:
-        return import_module(f"matplotlib.{module}")
-    except ImportError as error:
-        raise MissingPackageError("matplotlib", "A picture", "plot") from error
-
-
 @lru_cache
 def _picture() -> type[Any]:
     """Returns a figure that a notebook shows without pyplot and its backends."""
+
+    try:
+        figures = import_module("matplotlib.figure")
+    except ImportError as error:
+        raise MissingPackageError("matplotlib", "A picture", "plot") from error
 
     def png(figure: Any) -> bytes:
         written = io.BytesIO()
         figure.savefig(written, format="png", dpi=110)
         return written.getvalue()
 
-    return type("Picture", (_matplotlib("figure").Figure,), {"_repr_png_": png})
+    return type("Picture", (figures.Figure,), {"_repr_png_": png})

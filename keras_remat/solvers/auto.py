@@ -158,14 +158,14 @@ class _Search:
         self.incumbent.bound_s = max(self.incumbent.bound_s, bound_s)
         self.incumbent.report()
 
-    def _offer_of_view(self, order: Order, solver: str) -> None:
+    def _offer_of_view(self, order: Order) -> None:
         """Offers an order of the view, and keeps the view's own best one."""
         time_s = self.view.problem.profile.op_time_s
         if self.coarse_best is None or (
             sum(time_s[op_id] for op_id in order) < sum(time_s[op_id] for op_id in self.coarse_best)
         ):
             self.coarse_best = order
-        self.offer(self.view.expand(order), solver)
+        self.offer(self.view.expand(order), "anneal")
 
     def run(self) -> None:
         bases, ops = base_orders(self.problem), len(self.problem.graph.needed)
@@ -357,7 +357,7 @@ class _Search:
             coolings=coolings,
             seed=seed,
         ):
-            self._offer_of_view(order, "anneal")
+            self._offer_of_view(order)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from keras_remat.backends.memory import CalibratedMemory
+from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.tensorflow.memory.gaps import closer
 from keras_remat.backends.tensorflow.memory.pool import Pool, recorded_pool
 from keras_remat.backends.tensorflow.memory.replay import Replay, Uses, replayed_peak_bytes
@@ -22,7 +22,7 @@ from keras_remat.core.slices import is_sliced
 _REMEMBERED = 4
 
 
-class ReplayedMemory(CalibratedMemory):
+class ReplayedMemory(SimulatedMemory):
     """Predicts a schedule's peak by replaying its allocations.
 
     Args:
@@ -34,8 +34,11 @@ class ReplayedMemory(CalibratedMemory):
             them where they are.
     """
 
+    order_matters = True
+
     def __init__(self, *, smallest_bytes: int, region_bytes: int = 0, on_gpu: bool = False):
-        super().__init__(self._replayed_bytes, order_matters=True, restores_after_plain=not on_gpu)
+        super().__init__()
+        self.restores_after_plain = not on_gpu
         self.smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
         self._pool: Pool | None = None
         self._uses: deque[Uses] = deque(maxlen=_REMEMBERED)  # of the problems asked for last
@@ -44,7 +47,8 @@ class ReplayedMemory(CalibratedMemory):
         """Returns what another process gets: not what is remembered."""
         return self.__dict__ | {"_uses": deque(maxlen=_REMEMBERED)}
 
-    def _replayed_bytes(self, problem: Problem, schedule: Schedule) -> int:
+    def uncalibrated_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the replayed peak, resident bytes included."""
         uses = self._uses_of(problem)
         if schedule not in uses.peaks_bytes:
             uses.peaks_bytes[schedule] = replayed_peak_bytes(
@@ -63,7 +67,7 @@ class ReplayedMemory(CalibratedMemory):
         if simulate(problem, schedule).peak_bytes > budget:
             return None
         uses, peak = self._uses_of(problem), self.peak_bytes(problem, schedule)
-        limit = budget - (peak - self._replayed_bytes(problem, schedule))
+        limit = budget - (peak - self.uncalibrated_bytes(problem, schedule))
         found = closer(uses, lambda: Replay(uses, self._region_bytes, self._pool), schedule, limit)
         return found if found and self.peak_bytes(problem, found) < peak else None
 
