@@ -73,6 +73,16 @@ def _turn(left_out: int) -> Callable[[], Any]:
     return lambda: mock.patch.object(auto, "RoundRobin", Without)
 
 
+class InTurn(RoundRobin):
+    """Gives every search the same number of turns."""
+
+    def next(self) -> int:
+        return super().next() if not hasattr(self, "at") else self.at
+
+    def report(self, at: int, *, found: bool) -> None:
+        self.at = (at + 1) % self._count
+
+
 #: Arm → what leaves it out; the first ones are only there for graphs that are not made coarse.
 SMALL: dict[str, Callable[[], Any]] = {
     "dtr": _option(dtr_scores=()),
@@ -85,6 +95,7 @@ ARMS = SMALL | {
     "turns of annealing from the best": _turn(0),
     "turns of loose annealing": _turn(1),
     "turns of stiff annealing": _turn(2),
+    "more turns for what improves": lambda: mock.patch.object(auto, "RoundRobin", InTurn),
 }
 
 
