@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,7 +40,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.solvers import auto
 from keras_remat.solvers.engines import cp_sat
-from keras_remat.solvers.search.round_robin import RoundRobin
+from keras_remat.solvers.search import anneal
 
 #: RematBench's problems that are looked at: one batch size of most networks.
 PROBLEMS = (
@@ -62,25 +61,15 @@ def _method(name: str, does: Callable[..., Any]) -> Callable[[], Any]:
     return lambda: mock.patch.object(auto._Search, name, does)
 
 
-def _turn(left_out: int) -> Callable[[], Any]:
-    """Returns what leaves one of the searches that take turns out of all of them."""
+def _turn(*left_out: anneal.Cooling, from_best: bool = False) -> Callable[[], Any]:
+    """Returns what leaves out one of the searches that take turns."""
+    own = auto._Search._anneal
 
-    class Without(RoundRobin):
-        def next(self) -> int:
-            self._waits[left_out] = math.inf
-            return super().next()
+    def others(self: Any, coolings: Any, share: float, seed: int, **way: bool) -> None:
+        if (coolings, way.get("from_best", False)) != (left_out, from_best):
+            own(self, coolings, share, seed, **way)
 
-    return lambda: mock.patch.object(auto, "RoundRobin", Without)
-
-
-class InTurn(RoundRobin):
-    """Gives every search the same number of turns."""
-
-    def next(self) -> int:
-        return super().next() if not hasattr(self, "at") else self.at
-
-    def report(self, at: int, *, found: bool) -> None:
-        self.at = (at + 1) % self._count
+    return _method("_anneal", others)
 
 
 #: Arm → what leaves it out; the first ones are only there for graphs that are not made coarse.
@@ -92,10 +81,9 @@ SMALL: dict[str, Callable[[], Any]] = {
 }
 ARMS = SMALL | {
     "first annealing": _option(first_anneal=0.0),
-    "turns of annealing from the best": _turn(0),
-    "turns of loose annealing": _turn(1),
-    "turns of stiff annealing": _turn(2),
-    "more turns for what improves": lambda: mock.patch.object(auto, "RoundRobin", InTurn),
+    "turns of annealing from the best": _turn(anneal.COOL, from_best=True),
+    "turns of loose annealing": _turn(anneal.LOOSE, anneal.COOL),
+    "turns of stiff annealing": _turn(anneal.STIFF, anneal.COOL),
 }
 
 

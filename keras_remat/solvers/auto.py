@@ -15,8 +15,7 @@ its work is done.
 5. :mod:`keras_remat.solvers.search.anneal` looks for another order, which on graphs with many
    parallel branches decides everything. Where there is still no schedule, the search backwards
    goes on for longer, and step 4 follows.
-6. Annealing from the best schedule and, in two ways, from nothing take turns: what still improves
-   gets the time (:mod:`keras_remat.solvers.search.round_robin`).
+6. Annealing from the best schedule and, in two ways, from nothing take turns.
 7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
@@ -58,7 +57,6 @@ from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp, dtr
 from keras_remat.solvers.search import anneal, backward, greedy, intervals
-from keras_remat.solvers.search.round_robin import RoundRobin
 
 logger = logging.getLogger(__name__)
 
@@ -208,15 +206,12 @@ class _Search:
             partial(self._anneal, (anneal.LOOSE, anneal.COOL), share),
             partial(self._anneal, (anneal.STIFF, anneal.COOL), share),
         ]
-        turns = RoundRobin(len(arms))
         for turn in range(OPTIONS.turns):
             if self.incumbent.proved or self.last.is_over:
                 return
             # only the last two need no schedule to begin with
-            ready = turns.next() if self.incumbent.order is not None else 1 + turn % 2
-            before_s = self.incumbent.best_s
-            arms[ready](self.seed + 1 + turn)
-            turns.report(ready, found=self.incumbent.best_s < before_s)
+            at = turn % len(arms) if self.incumbent.order is not None else 1 + turn % 2
+            arms[at](self.seed + 1 + turn)
             if not turn and small and not self.incumbent.proved:
                 self._window_bound(
                     window_bound.longest_chain(self.problem),
