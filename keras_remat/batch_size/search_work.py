@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from keras_remat.core.problem import Problem
-from keras_remat.solvers.search.greedy import STEPS_PER_S
+from keras_remat.solvers.search import greedy
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ class SearchWork:
         passes, ops = _PASSES.get(solver, math.inf), len(problem.graph.ops)
         if self.is_sure(solver):
             self._sure_solves -= 1
-            solve_s = max(solve_s, OPTIONS.sure_passes * ops / STEPS_PER_S)
+            solve_s = max(solve_s, OPTIONS.sure_passes * ops / greedy.OPTIONS.steps_per_s)
             patience = math.inf
         else:
             clock_s = self.deadline_s - time.perf_counter()
             turns = OPTIONS.turns if solver == "auto" else 1.0
             most = max(turns * OPTIONS.patience, OPTIONS.least_solve_clock_s / solve_s)
             patience = max(1.0, min(most, clock_s / solve_s))
-        self._seconds -= min(solve_s, passes * ops / STEPS_PER_S)
+        self._seconds -= min(solve_s, passes * ops / greedy.OPTIONS.steps_per_s)
         return solve_s, patience

@@ -36,15 +36,29 @@ from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.planning.slicing import plan_in_slices
 
-#: Of the seconds for one card, what solving for a plan may take, finding the smallest peak where
-#: there is none, and searching for the largest batch, a third of which is counted as work.
-_PLAN_SHARE, _SMALLEST_SHARE, _SEARCH_SHARE = 0.5, 0.25, 0.75
-#: The same for each try of some ops in slices.
-_SLICED_SHARE = 0.25
-#: So many cards' steps are written down before the first answer is waited for.
-_AHEAD = 2
-#: Seconds that finding the smallest peak has at least.
-_LEAST_SMALLEST_S = 5.0
+
+@dataclass(frozen=True)
+class RowOptions:
+    """Rules what the time for one card is for.
+
+    Args:
+        plan, smallest, search: of its seconds, what solving for a plan may take, finding the
+            smallest peak where there is none, and searching for the largest batch, a third of which
+            is counted as work.
+        sliced: the same for each try of some ops in slices.
+        least_smallest_s: seconds that finding the smallest peak has at least.
+        ahead: so many cards' steps are written down before the first answer is waited for.
+    """
+
+    plan: float = 0.5
+    smallest: float = 0.25
+    search: float = 0.75
+    sliced: float = 0.25
+    least_smallest_s: float = 5.0
+    ahead: int = 2
+
+
+_OPTIONS = RowOptions()
 
 
 class CardBackend(Backend, Protocol):
@@ -125,13 +139,13 @@ class AskedStep:
             UnsupportedModelError: the step cannot be traced.
         """
         with ThreadPoolExecutor(1) as compiler:
-            begun = [self._begin(target, compiler) for target in targets[:_AHEAD]]
+            begun = [self._begin(target, compiler) for target in targets[: _OPTIONS.ahead]]
             for at in range(len(targets)):
                 judged = self._early(begun[at])
                 if judged.row.verdict is not None:
                     tell(judged.row)
-                if at + _AHEAD < len(targets):  # not before an answer that waits to be told
-                    begun.append(self._begin(targets[at + _AHEAD], compiler))
+                if at + _OPTIONS.ahead < len(targets):  # not before an answer that waits to be told
+                    begun.append(self._begin(targets[at + _OPTIONS.ahead], compiler))
                 yield judged.row if judged.row.verdict is None else self._with_batches(judged)
 
     def _begin(self, target: Target, compiler: ThreadPoolExecutor) -> _Begun:
@@ -223,13 +237,13 @@ class AskedStep:
             problem=begun.problem,
             batch_size=samples,
             limit=begun.limit,
-            seconds=_PLAN_SHARE * self._time_limit_s,
+            seconds=_OPTIONS.plan * self._time_limit_s,
             seed=self._seed,
         )
         try:
             return begun.traced, plan_for(request)
         except BudgetError as error:
-            seconds = _SLICED_SHARE * self._time_limit_s
+            seconds = _OPTIONS.sliced * self._time_limit_s
             traced, _, plan = plan_in_slices(
                 begun.traced, replace(request, seconds=seconds), backend.estimated_profile, error
             )
@@ -255,7 +269,7 @@ class AskedStep:
         try:
             least = least_over_budget(
                 problem, limit.usable_bytes, backend.memory,
-                time_limit_s=max(_LEAST_SMALLEST_S, _SMALLEST_SHARE * self._time_limit_s),
+                time_limit_s=max(_OPTIONS.least_smallest_s, _OPTIONS.smallest * self._time_limit_s),
                 seed=self._seed,
             )  # fmt: skip
         except BudgetError:
@@ -291,7 +305,8 @@ class AskedStep:
         try:
             search = search_batch_size(
                 scaling, batch_size_of(self._batch), begun.limit, begun.backend,
-                time_limit_s=_SEARCH_SHARE * self._time_limit_s, multiple=multiple, seed=self._seed,
+                time_limit_s=_OPTIONS.search * self._time_limit_s, multiple=multiple,
+                seed=self._seed,
             )  # fmt: skip
         except BudgetError as error:
             return 0, 0, str(error)

@@ -31,7 +31,7 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.solvers.engines import native
-from keras_remat.solvers.search.greedy import STEPS_PER_S
+from keras_remat.solvers.search import greedy
 from keras_remat.units import MIB
 
 # ------------------------------------------------------------------ the search
@@ -302,7 +302,7 @@ def test_a_first_solve_is_sure_and_its_steps_end_it():
     for _ in range(2):
         assert work.is_sure("greedy")
         solve_s, patience = work.take(problem, "greedy", 1e-9)
-        assert solve_s == OPTIONS.sure_passes * len(problem.graph.ops) / STEPS_PER_S
+        assert solve_s == OPTIONS.sure_passes * len(problem.graph.ops) / greedy.OPTIONS.steps_per_s
         assert patience == math.inf
     assert not work.is_sure("greedy")
     assert work.take(problem, "greedy", 0.5) == (0.5, 1.0)

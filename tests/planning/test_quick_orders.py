@@ -83,7 +83,7 @@ def test_where_nothing_was_found_more_work_is_another_question(monkeypatch):
 
 
 def test_a_graph_in_slices_is_not_solved_twice_with_the_same_work(monkeypatch):
-    """Whatever the seconds, its first schedule gets ``SLICED_FIRST_PASSES`` steps per op."""
+    """Whatever the seconds, its first schedule gets ``sliced_first_passes`` steps per op."""
     asked, memory = [], FakeBackend().memory
     whole = chain_problem(64, layers=40)
     rules = {1: SliceRule(frozenset(whole.graph.ops[1].inputs))}

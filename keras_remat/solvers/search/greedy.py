@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 
 from keras_remat.core.deadline import NO_DEADLINE, Deadline, work_budget_s
@@ -39,28 +40,46 @@ POLICIES = (
     Policy(0.0, 1.0),
 )
 
-STEPS_PER_S = 80_000
-"""Steps per second of a time limit; fewer than there are in a second."""
-TIGHTER = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)
-"""Budgets that are tried, as shares of the room above the floor: what gets stuck under one may pass
-under a tighter one, and trimming gives back what is too tight. The next one is tried while nothing
-is known, or the last one was an improvement."""
-FIRST_PASSES = 40
-"""Steps per op for the first schedule, whatever the time limit and the clock say. On the problems
-of RematBench that have one it takes 1.0 to 1.2."""
-SLICED_FIRST_PASSES = 330
-"""The same of a graph in slices. A part of what a normalization reads is computed again in several
-rounds over the batch, each time from far behind: a U-Net's of 5,197 ops in 8 slices takes 7 at 0.8
-of the floor of its whole ops, 15 at 0.56, 22 at 0.54, and 65 at 0.52."""
 SLICED_POLICIES = POLICIES[1::-1]
-"""The policies that a graph in slices is tried with first. On that U-Net the other policies go on
-without end."""
-SLICED_PATIENCE, SLICED_LAST_PATIENCE = 50, 130
-"""Steps per op that each of them gets, and the first of them at last on the default order, which
-goes slice by slice: below 0.7 of the floor of that U-Net schedules are found on it alone."""
-TRIM_GAIN = 1.15
-"""A run goes on until its overhead is this many times the best one's: trimming may still make it
-the better one."""
+"""The policies that a graph in slices is tried with first. On a U-Net of 5,197 ops in 8 slices the
+other policies go on without end."""
+
+
+@dataclass(frozen=True)
+class GreedyOptions:
+    """Rules which passes are made, and how long each goes on.
+
+    Args:
+        steps_per_s: steps per second of a time limit; fewer than there are in a second.
+        tighter: budgets that are tried, as shares of the room above the floor: what gets stuck
+            under one may pass under a tighter one, and trimming gives back what is too tight. The
+            next one is tried while nothing is known, or the last one was an improvement.
+        patience: steps per op that a policy gets, the next number where nothing was found with the
+            one before; a policy that thrashes is seldom worth waiting for.
+        first_passes: steps per op for the first schedule, whatever the time limit and the clock
+            say. On the problems of RematBench that have one it takes 1.0 to 1.2.
+        sliced_first_passes: the same of a graph in slices. A part of what a normalization reads is
+            computed again in several rounds over the batch, each time from far behind: a U-Net's of
+            5,197 ops in 8 slices takes 7 at 0.8 of the floor of its whole ops, 15 at 0.56, 22 at
+            0.54, and 65 at 0.52.
+        sliced_patience, sliced_last_patience: steps per op that each of :data:`SLICED_POLICIES`
+            gets, and the first of them at last on the default order, which goes slice by slice:
+            below 0.7 of the floor of that U-Net schedules are found on it alone.
+        trim_gain: a run goes on until its overhead is this many times the best one's: trimming may
+            still make it the better one.
+    """
+
+    steps_per_s: int = 80_000
+    tighter: tuple[float, ...] = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)
+    patience: tuple[int, ...] = (5, 12, 30)
+    first_passes: int = 40
+    sliced_first_passes: int = 330
+    sliced_patience: int = 50
+    sliced_last_patience: int = 130
+    trim_gain: float = 1.15
+
+
+OPTIONS = GreedyOptions()
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
@@ -88,12 +107,12 @@ def solve_first(incumbent: Incumbent, seed: int) -> None:
 
 def steps_limit(time_limit_s: float) -> int:
     """Returns how many steps all policies together have within a time limit."""
-    return int(STEPS_PER_S * work_budget_s(time_limit_s))
+    return int(OPTIONS.steps_per_s * work_budget_s(time_limit_s))
 
 
 def sure_steps(problem: Problem) -> int:
     """Returns how many steps the first schedule gets, whatever the time limit and the clock say."""
-    passes = SLICED_FIRST_PASSES if is_sliced(problem.graph) else FIRST_PASSES
+    passes = OPTIONS.sliced_first_passes if is_sliced(problem.graph) else OPTIONS.first_passes
     return passes * len(problem.graph.needed)
 
 
@@ -129,9 +148,8 @@ def candidates(
     if is_sliced(problem.graph):
         yield from _in_slices(problem, passes, orders)
     room = max(0, budget - problem.floor_bytes)
-    # most runs per op; a policy that thrashes is seldom worth waiting for
-    for patience in (5, 12, 30):
-        for share in TIGHTER:
+    for patience in OPTIONS.patience:
+        for share in OPTIONS.tighter:
             tighter = problem.with_budget(budget - int((1 - share) * room))
             before_s = passes.best_s
             for order, policy in product(orders, policies):
@@ -155,9 +173,11 @@ def _in_slices(
         orders: base orders; the last one goes slice by slice.
     """
     ways = product(reversed(orders), SLICED_POLICIES)
-    tries = [(order, policy, SLICED_PATIENCE) for order, policy in ways]
-    for order, policy, patience in [*tries, (orders[-1], SLICED_POLICIES[0], SLICED_LAST_PATIENCE)]:
-        if passes.is_over or (patience == SLICED_LAST_PATIENCE and passes.best_s < float("inf")):
+    tries = [(order, policy, OPTIONS.sliced_patience) for order, policy in ways]
+    last = orders[-1], SLICED_POLICIES[0], OPTIONS.sliced_last_patience
+    for order, policy, patience in [*tries, last]:
+        is_last = patience == OPTIONS.sliced_last_patience
+        if passes.is_over or (is_last and passes.best_s < float("inf")):
             return
         found = passes.faster(problem, order, policy, patience * len(order))
         if found is not None:
@@ -198,7 +218,7 @@ class _Passes:
             tighter: the problem with a budget that may be lower.
         """
         known_s = self._problem.store_all_time_s
-        most_s = known_s + TRIM_GAIN * (self.best_s - known_s)
+        most_s = known_s + OPTIONS.trim_gain * (self.best_s - known_s)
         run = Eviction(tighter, order, policy, self._clock, most_s)
         try:
             found = run.run(min(max(self._left, self._sure), most_steps))

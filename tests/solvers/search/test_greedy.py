@@ -189,8 +189,8 @@ def test_in_slices_the_order_that_goes_slice_by_slice_gets_most_steps(
     by_default, short, long = tried[:2], tried[:4], tried[4]
     assert all(is_default for is_default, _, _ in by_default)
     assert {policy for _, policy, _ in short} == set(greedy.SLICED_POLICIES)
-    assert {patience for _, _, patience in short} == {greedy.SLICED_PATIENCE}
-    assert long == (True, greedy.SLICED_POLICIES[0], greedy.SLICED_LAST_PATIENCE)
+    assert {patience for _, _, patience in short} == {greedy.OPTIONS.sliced_patience}
+    assert long == (True, greedy.SLICED_POLICIES[0], greedy.OPTIONS.sliced_last_patience)
 
 
 def test_a_pass_near_the_floor_takes_few_looks_at_what_an_eviction_costs() -> None:
