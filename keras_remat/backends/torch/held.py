@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -214,23 +213,30 @@ def _are_equal(one: Any, other: Any) -> bool:
 def attributes_kept(model: Any) -> Iterator[None]:
     """Puts back what a step sets in Python while it is recorded, and what it puts into lists and
     dictionaries there: tensors without memory and what holds them, such as an optimizer of
-    PyTorch's that is made in the first step, and counts of a step that was not run."""
+    PyTorch's that is made in the first step, and counts of a step that was not run. Of containers
+    that Keras tracks, those only that have got such a tensor: what ``add_loss`` fills."""
     tables = _tables_of(model)
-    containers = [
-        held for table in tables for _, held in table.items() if type(held) in (dict, list)
-    ]
+    held = [one for table in tables for _, one in table.items() if isinstance(one, (dict, list))]
     before = [(table, dict(table.items())) for table in tables]
-    filled: list[tuple[Any, Any]] = [(one, copy(one)) for one in containers]
+    filled: list[tuple[Any, Any]] = [
+        (one, dict(one) if isinstance(one, dict) else list(one)) for one in held
+    ]
     try:
         yield
     finally:
         for table, kept in before:
             _put_back(table.values, kept, table.names)
         for now, kept in filled:
+            if type(now) not in (dict, list) and not any(map(_is_fake, held_in(now))):
+                continue
             if isinstance(now, list):
                 now[:] = kept
             else:
                 _put_back(now, kept, None)
+
+
+def _is_fake(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor) and private.is_fake(thing)
 
 
 def _put_back(now: dict[Any, Any], kept: dict[Any, Any], names: frozenset[str] | None) -> None:
@@ -249,5 +255,5 @@ def tensors_left_in(model: Any, stand_ins: Sequence[torch.Tensor]) -> list[tuple
         for table in _tables_of(model)
         for name, value in table.items()
         for held in held_in(value)
-        if isinstance(held, torch.Tensor) and private.is_fake(held) and id(held) not in own
+        if _is_fake(held) and id(held) not in own
     ]

@@ -350,6 +350,19 @@ def test_what_a_step_sets_is_not_there_once_it_is_recorded():
     assert not private.is_fake(model.kept)
 
 
+def test_losses_that_layers_add_are_those_of_before_the_recording():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1, activity_regularizer="l2")(inputs))
+    model.compile("sgd", "mse")
+    batch = torch.ones(8, 4), torch.ones(8, 1)
+    model.train_on_batch(*batch)
+    before = [float(loss.detach()) for loss in model.losses]
+    load_backend().trace(model, batch)
+    assert not any(map(private.is_fake, model.losses))
+    assert before == [float(loss.detach()) for loss in model.losses] != []
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_numbers_drawn_in_python_are_refused_and_not_drawn(draw, monkeypatch):
     monkeypatch.setattr("keras_remat.backends.torch.trace._other_threads", list)
