@@ -64,12 +64,13 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a
             changed batch size. It is scaled while a step runs; callbacks see the user's own.
         micro_batches: ``None`` splits a batch into micro-batches only where nothing else fits; an
-            int splits every batch into so many, whose gradients are summed; it is then not made
-            larger. ``"auto"``: where the plain step does not fit, the whole batch and 2, 4, 8 …
-            micro-batches are trained in turn, each under a schedule of its own, and the fastest
-            within the limit stays; the batch is kept (``batch_size="keep"`` is implied, unless it
-            is an int). Losses have to be means over the batch, ``add_loss`` too. Batch
-            normalization sees one micro-batch at a time.
+            int splits every batch into so many; it is then not made larger, whatever
+            ``batch_size`` is. ``"auto"``: where the plain step does not fit, the whole batch and
+            2, 4, 8 … micro-batches are trained in turn, each under a schedule of its own, and the
+            fastest within the limit stays; the batch is kept (``batch_size="keep"`` is implied,
+            unless it is an int). On one device they are slices of the batch, with its numbers.
+            Where an event says that gradients are summed, losses have to be means over the batch,
+            ``add_loss`` too, and batch normalization sees one micro-batch at a time.
         plan: a :class:`~keras_remat.planning.plan.Plan` or the path of one, to use instead of
             planning.
         cache_dir: where plans are kept and found again by the graph's fingerprint.

@@ -107,6 +107,7 @@ def after_step(fit: FitState, due: Due, batch: Any) -> FitRecord:
         return _after_measured(fit, record, size)
     if record.sizes.is_searching and record.is_settled and _tells(fit, batch):
         if record.running.micro_batches > 1:
+            fit.event(*tell.no_larger_batch("it is trained in micro-batches."))
             return _with(record, is_searching=False)
         if not is_fastest or len(record.sizes.step_s) == COMPARED_STEPS:
             return _searched(fit, _with(record, is_searching=False), batch)

@@ -31,6 +31,7 @@ from sized_fits import (
 
 from keras_remat.errors import ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.training import driver, size_costs, sizes
+from keras_remat.training.record import StepsRecord
 
 
 def test_keep_trains_the_batches_as_they_come():
@@ -89,6 +90,19 @@ def test_size_below_the_loaders_cuts_its_batches():
     assert [len(numbers) for numbers in steps.trained] == [10, 10, *[4] * 6, 3]
     assert_all_once(steps.trained, total)
     assert trainer.changes == [(10, 4)]
+
+
+@pytest.mark.parametrize("wanted", ["max", 35])
+def test_a_fit_in_micro_batches_says_that_no_larger_batch_is_looked_for(wanted, monkeypatch):
+    monkeypatch.setattr(StepsRecord, "micro_batches", 2)
+    steps = FakeSteps()
+    trainer = Fixed(steps, wanted, found=35)
+    total = epoch(trainer)
+    assert_all_once(steps.trained, total)
+    assert trainer.changes == []
+    assert [event.message for event in trainer.report.events] == [
+        "No larger batch: it is trained in micro-batches."
+    ]
 
 
 def test_size_below_the_loaders_is_left_where_batches_cannot_be_cut():
