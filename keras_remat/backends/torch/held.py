@@ -25,8 +25,8 @@ import torch
 from keras_remat.backends.torch import private
 
 _NOT_OF_THE_USER = {"keras", "keras_remat", "numpy", "torch"}
-#: Attributes that loops set between steps, and that no step reads.
-_SET_BY_LOOPS = {"training", "stop_training", "stop_evaluating", "stop_predicting"}
+#: Attributes that loops set between steps, or Keras in a layer's first call, and no step reads.
+_READ_BY_NO_STEP = {"training", "stop_training", "stop_evaluating", "stop_predicting", "_called"}
 
 #: Which object or module it is, and a name for what it holds.
 Key = tuple[int, str]
@@ -165,7 +165,7 @@ def settings_held(model: Any) -> dict[Key, Any]:
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, np.generic)) and name not in _SET_BY_LOOPS
+    return isinstance(value, (bool, int, float, str, np.generic)) and name not in _READ_BY_NO_STEP
 
 
 class Settings:
