@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from keras_remat.backends.torch.held import Key, settings_held, tensors_left_in
 from keras_remat.backends.torch.recorder import (
     Call,
+    Generator,
     Recorder,
     Recording,
     Ref,
@@ -112,7 +113,7 @@ def _described(recording: Recording, call: Call) -> tuple[Any, ...]:
             for name, _ in leaf.symbols:
                 text = text.replace(name, "a number")
             return text
-        return repr(leaf)
+        return "a generator" if isinstance(leaf, Generator) else repr(leaf)
 
     leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)
     return (call.operator, *map(described, leaves))
