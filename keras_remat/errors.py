@@ -303,7 +303,8 @@ class PlanMismatchError(RematError):
     def __init__(self, plan_fingerprint: str, graph_fingerprint: str, difference: str = ""):
         super().__init__(
             f"The plan was made for graph {plan_fingerprint[:12]}, but this train step is "
-            f"{graph_fingerprint[:12]}: another model, batch shape, dtype or framework version. "
+            f"{graph_fingerprint[:12]}: another model, batch shape, dtype, number of devices, or "
+            "version of the framework. "
             f"{difference or 'Make a new plan with make_plan.'}"
         )
         self.plan_fingerprint = plan_fingerprint
