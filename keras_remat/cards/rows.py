@@ -42,18 +42,18 @@ class RowOptions:
     """Rules what the time for one card is for.
 
     Args:
-        plan, smallest, search: of its seconds, what solving for a plan may take, finding the
-            smallest peak where there is none, and searching for the largest batch, a third of which
-            is counted as work.
-        sliced: the same for each try of some ops in slices.
+        plan_share, smallest_share, search_share: of its seconds, what solving for a plan may take,
+            finding the smallest peak where there is none, and searching for the largest batch, a
+            third of which is counted as work.
+        sliced_share: the same for each try of some ops in slices.
         least_smallest_s: seconds that finding the smallest peak has at least.
         ahead: so many cards' steps are written down before the first answer is waited for.
     """
 
-    plan: float = 0.5
-    smallest: float = 0.25
-    search: float = 0.75
-    sliced: float = 0.25
+    plan_share: float = 0.5
+    smallest_share: float = 0.25
+    search_share: float = 0.75
+    sliced_share: float = 0.25
     least_smallest_s: float = 5.0
     ahead: int = 2
 
@@ -237,13 +237,13 @@ class AskedStep:
             problem=begun.problem,
             batch_size=samples,
             limit=begun.limit,
-            seconds=_OPTIONS.plan * self._time_limit_s,
+            seconds=_OPTIONS.plan_share * self._time_limit_s,
             seed=self._seed,
         )
         try:
             return begun.traced, plan_for(request)
         except BudgetError as error:
-            seconds = _OPTIONS.sliced * self._time_limit_s
+            seconds = _OPTIONS.sliced_share * self._time_limit_s
             traced, _, plan = plan_in_slices(
                 begun.traced, replace(request, seconds=seconds), backend.estimated_profile, error
             )
@@ -266,12 +266,11 @@ class AskedStep:
         found: int | None = getattr(failure, "best_peak_bytes", None)
         if found is not None:
             return found
+        seconds = max(_OPTIONS.least_smallest_s, _OPTIONS.smallest_share * self._time_limit_s)
         try:
             least = least_over_budget(
-                problem, limit.usable_bytes, backend.memory,
-                time_limit_s=max(_OPTIONS.least_smallest_s, _OPTIONS.smallest * self._time_limit_s),
-                seed=self._seed,
-            )  # fmt: skip
+                problem, limit.usable_bytes, backend.memory, time_limit_s=seconds, seed=self._seed
+            )
         except BudgetError:
             return None
         return int(least.peak_bytes)
@@ -305,7 +304,7 @@ class AskedStep:
         try:
             search = search_batch_size(
                 scaling, batch_size_of(self._batch), begun.limit, begun.backend,
-                time_limit_s=_OPTIONS.search * self._time_limit_s, multiple=multiple,
+                time_limit_s=_OPTIONS.search_share * self._time_limit_s, multiple=multiple,
                 seed=self._seed,
             )  # fmt: skip
         except BudgetError as error:

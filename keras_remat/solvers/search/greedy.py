@@ -51,9 +51,9 @@ class GreedyOptions:
 
     Args:
         steps_per_s: steps per second of a time limit; fewer than there are in a second.
-        tighter: budgets that are tried, as shares of the room above the floor: what gets stuck
-            under one may pass under a tighter one, and trimming gives back what is too tight. The
-            next one is tried while nothing is known, or the last one was an improvement.
+        tighter_shares: budgets that are tried, as shares of the room above the floor: what gets
+            stuck under one may pass under a tighter one, and trimming gives back what is too tight.
+            The next one is tried while nothing is known, or the last one was an improvement.
         patience: steps per op that a policy gets, the next number where nothing was found with the
             one before; a policy that thrashes is seldom worth waiting for.
         first_passes: steps per op for the first schedule, whatever the time limit and the clock
@@ -70,7 +70,7 @@ class GreedyOptions:
     """
 
     steps_per_s: int = 80_000
-    tighter: tuple[float, ...] = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)
+    tighter_shares: tuple[float, ...] = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)
     patience: tuple[int, ...] = (5, 12, 30)
     first_passes: int = 40
     sliced_first_passes: int = 330
@@ -149,7 +149,7 @@ def candidates(
         yield from _in_slices(problem, passes, orders)
     room = max(0, budget - problem.floor_bytes)
     for patience in OPTIONS.patience:
-        for share in OPTIONS.tighter:
+        for share in OPTIONS.tighter_shares:
             tighter = problem.with_budget(budget - int((1 - share) * room))
             before_s = passes.best_s
             for order, policy in product(orders, policies):
