@@ -194,7 +194,7 @@ def assert_refused(error, match, made, path, **options):
 @every_path
 def test_a_limit_below_what_stays_is_refused_before_anything_was_trained(path, monkeypatch):
     """The advice tries the plain step's limit alone: a compiler takes long for each of more."""
-    monkeypatch.setattr(advice, "_OPTIONS", advice.AdviceOptions(shares=(1.0,), bisections=0))
+    monkeypatch.setattr(advice, "_OPTIONS", advice.AdviceOptions((1.0,), (), 0))
     made = stack(path)
     limit = int(0.3 * limit_for(*made, path, 0.0))
     error = assert_refused(

@@ -106,6 +106,27 @@ def test_once_the_time_is_over_the_largest_limit_alone_is_tried(monkeypatch):
     assert enough >= plain
 
 
+def test_limits_with_room_are_tried_first_and_the_least_that_did_is_advised(monkeypatch):
+    """To find that the tightest limit has no plan may take all of the time."""
+    problem, tried = chain_problem(24), []
+    quick = advice.within_budget
+
+    def within_budget(problem, budget_bytes, *arguments, **options):
+        tried.append(budget_bytes)
+        return quick(problem, budget_bytes, *arguments, **options)
+
+    class AfterThree(advice.Deadline):
+        is_over = property(lambda self: len(set(tried)) >= 3)
+
+    monkeypatch.setattr(advice, "within_budget", within_budget)
+    monkeypatch.setattr(advice, "Deadline", AfterThree)
+    memory = FakeBackend().memory
+    plain = memory.peak_bytes(problem, Schedule.store_all(problem.graph))
+    enough = tried_budget(problem, problem.floor_bytes, memory)
+    assert tried == sorted(tried, reverse=True)
+    assert enough == tried[-1] < (problem.floor_bytes + plain) / 2
+
+
 @pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 40))]
 )
