@@ -116,12 +116,13 @@ def test_a_schedule_that_is_known_to_take_more_is_written_anew_for_a_lower_limit
 def test_a_schedule_that_misses_by_little_is_not_written_anew_before_another_is_tried(least):
     """Loosely, schedules take a little more than predicted; ``least`` of the budget at least."""
     budget = int(0.8 * PLAIN)
-    anew = []
+    anew, asked = [], []
 
     def compiled(problem, schedule):
         added = simulate(problem, schedule or STORE_ALL).peak_bytes - RESIDENT
         if schedule is None:
             return added
+        asked.append(schedule)
         loosely = max(int(1.06 * added), int(least * 1.01 * (budget - RESIDENT)))
         if problem.room_bytes is None or loosely <= problem.room_bytes:
             return loosely
@@ -134,6 +135,9 @@ def test_a_schedule_that_misses_by_little_is_not_written_anew_before_another_is_
     assert found.peak_bytes <= budget
     assert (found.schedule in anew) == bool(least)
     assert bool(anew) == bool(least)
+    if least:  # the first one recomputes least
+        assert found.schedule == asked[0]
+        assert set(anew) == {found.schedule}
 
 
 def test_so_many_are_compiled_and_no_more(monkeypatch):
