@@ -45,10 +45,14 @@ def heap_and_buffers(written):
     events = sorted(
         event
         for at, buffer in enumerate(buffers)
-        for event in ((buffer[0][0], 0, buffer[0][2], at), (buffer[-1][1], 1, buffer[-1][2], at))
+        for k, (first, last, number, _) in enumerate(buffer)
+        for event in ((first, 0, number, at, k), (last, 1, number, at, k))
     )
     ticks = defaultdict(list)
-    for tick, event in enumerate(events):
-        ticks[event[-1]].append(tick)
+    for tick, (_, is_end, _, at, k) in enumerate(events):
+        ticks[at].append((k, is_end, tick))
+    spans = []
+    for of in (sorted(ticks[at]) for at in range(len(buffers))):
+        spans.append((of[0][-1], of[-1][-1], of[1][-1]))
     sizes = [max(value[3] for value in buffer) for buffer in buffers]
-    return int(heap[0]), [Buffer(n, *ticks[at]) for at, n in enumerate(sizes)]
+    return int(heap[0]), [Buffer(n, *span) for n, span in zip(sizes, spans, strict=True)]
