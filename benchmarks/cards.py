@@ -6,15 +6,17 @@ Every number is a compiler's: a step is compiled for the card by XLA:GPU, withou
 and the scratch memory that cuDNN's and cuBLAS's kernels choose is in no number.
 
 A limit is a share of what Keras's own step needs above what is resident, and so are all bytes here.
-*Predicted* and *compiled* are of the first schedule that was compiled for that limit; *kept* is
-what the plan needs that keeps to it. A limit below the floor of the step has no plan.
+*Predicted* and *compiled* are of the first schedule that was compiled for that limit, written in
+the quickest way in which it keeps to it; *kept* is what the plan needs that keeps to it. A limit
+below the floor of the step has no plan.
 
     pip install 'keras-remat[cards]'
     python benchmarks/cards.py --cards H100,T4 --models unet --at 0.5,0.35 --json rows.jsonl
     python benchmarks/cards.py --framework tensorflow --cards H100 --at 0.5 --check
 
-*Compilations* counts schedules. A schedule is written in up to four ways, the quickest first, and
-the next way is compiled only where one does not keep to the limit; *modules* counts all of that.
+*Compilations* counts schedules. A schedule is written in up to four ways, the quickest first. The
+next way is compiled only where one does not keep to the limit, and where a schedule for less that
+was tried first does not, either; *modules* counts all that was compiled until one kept to it.
 *Overhead* is by the plan's own ops, *time* is counted from the compiled module, guards and barriers
 included, in that of Keras's own.
 

@@ -307,12 +307,17 @@ class Compiler:
         assert self.memory is not None
         return self.memory.peak_bytes(problem, schedule)
 
-    def told(self) -> dict[str, Any]:
-        """Returns what a row says of the schedules of one limit."""
+    def told(self, problem: Problem) -> dict[str, Any]:
+        """Returns what a row says of the schedules of one limit.
+
+        Args:
+            problem: with that limit. The first schedule is compiled for it, where it was not.
+        """
         steps = list(self.compiled.values())
+        first = [self.compile_step(problem, schedule) for schedule in [*self.compiled][:1]]
         return {
             "predicted_bytes": (self.predicted or [None])[0],
-            "compiled_bytes": steps[0].added_bytes if steps else None,
+            "compiled_bytes": first[0].added_bytes if first else None,
             "least_bytes": min((step.added_bytes for step in steps), default=None),
             "compilations": len(steps),
             "modules": sum(step.modules for step in steps),
@@ -375,7 +380,7 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
             }
         yield (
             row
-            | compiler.told()
+            | compiler.told(problem.with_budget(resident + limit))
             | {
                 "taken": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
                 "jax": version_of("jax"),
