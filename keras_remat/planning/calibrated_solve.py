@@ -353,7 +353,7 @@ class BudgetSearch:
             if known is not None:
                 return known
         rewrites = self.memory.rewrites
-        room = self.budget_bytes - self.problem.profile.resident_bytes
+        room = max(0, self.budget_bytes - self.problem.profile.resident_bytes)
         near_bytes = self.budget_bytes + int(rewrites * OPTIONS.near_miss * room)
         known = self._asked(one, near_bytes)
         if not rewrites or not known.is_exact or known.peak_bytes <= self.budget_bytes:
