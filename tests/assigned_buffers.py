@@ -53,6 +53,7 @@ def heap_and_buffers(written):
         ticks[at].append((k, is_end, tick))
     spans = []
     for of in (sorted(ticks[at]) for at in range(len(buffers))):
-        spans.append((of[0][-1], of[-1][-1], of[1][-1]))
+        (_, _, first), (_, _, first_ends), *_ = of
+        spans.append((first, of[-1][-1], first_ends))
     sizes = [max(value[3] for value in buffer) for buffer in buffers]
     return int(heap[0]), [Buffer(n, *span) for n, span in zip(sizes, spans, strict=True)]

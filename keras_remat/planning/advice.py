@@ -31,9 +31,9 @@ class AdviceOptions:
     Args:
         shares: of the way from what is needed at least to the plain step's peak: the limits that
             are tried until one has a plan.
-        tighter: such shares that are tried after the first of these, until one has no plan. A limit
-            with room is planned for at once, and the tightest may take half a minute until it
-            fails: of a U-Net in slices that needs 92 MiB, 1,017 were advised where the tightest
+        tighter_shares: such shares that are tried after the first of these, until one has no plan.
+            A limit with room is planned for at once, and the tightest may take half a minute until
+            it fails: of a U-Net in slices that needs 92 MiB, 1,017 were advised where the tightest
             limit was tried first.
         bisections: limits that are tried between the last one without a plan and the least one with
             one.
@@ -45,7 +45,7 @@ class AdviceOptions:
     """
 
     shares: tuple[float, ...] = (0.25, 0.5, 1.0)
-    tighter: tuple[float, ...] = (0.1, 0.03, 0.0)
+    tighter_shares: tuple[float, ...] = (0.1, 0.03, 0.0)
     bisections: int = 3
     most_s: float = 10.0
     plan_s: float = 2.0
@@ -172,7 +172,7 @@ def tried_budget(
         fails = budget_at(share)
     if enough is None:
         return None
-    for share in _OPTIONS.tighter if fails == least_bytes else ():
+    for share in _OPTIONS.tighter_shares if fails == least_bytes else ():
         if clock.is_over:
             break
         if not has_plan(budget_at(share)):

@@ -55,7 +55,7 @@ class CorrectionOptions:
             U-Net, MobileNetV2 and EfficientNetB0 took 18, 22 and 28 % more, and 1.14, 1.07 and 1.09
             of plain's time in a slower way. They take 1.07, 1.04 and 1.04.
         near_misses: so many schedules wait for that. A GPT-like's third one for half kept to it.
-        slower_way: what a slower way adds to a step, as a share of it, about: so much may a
+        slower_way_share: what a slower way adds to a step, as a share of it, about: so much may a
             schedule for less add.
         least_step: the least a correction takes off, as a share of what is above the floor.
         worth_another: how much faster, as a share of the step, a schedule over the budget must be
@@ -75,7 +75,7 @@ class CorrectionOptions:
     most_compilations: int = 6
     near_miss: float = 0.3
     near_misses: int = 2
-    slower_way: float = 0.05
+    slower_way_share: float = 0.05
     least_step: float = 0.05
     worth_another: float = 0.02
     asked_orders: int = 8
@@ -343,12 +343,12 @@ class BudgetSearch:
 
         Where schedules are written in several ways, a quick way in which one misses the budget by
         little is not at once given up for a slower one. The first such schedules wait for another
-        one, for less, that may keep to it in that way. Where that one does not, either, those that
-        wait are written in slower ways before it, and the first that keeps to the budget is
-        returned: it recomputes less.
+        one, for less, that may keep to it in that way. Where that one does not, either, or takes
+        longer than a slower way of theirs would, those that wait are written in slower ways first.
+        One of them that keeps to the budget is returned: it recomputes less.
         """
         self._untried.pop(one.schedule, None)
-        if self._near and one.time_s > (1 + OPTIONS.slower_way) * self._near[0].time_s:
+        if self._near and one.time_s > (1 + OPTIONS.slower_way_share) * self._near[0].time_s:
             known = self._kept_near()
             if known is not None:
                 return known
@@ -369,7 +369,7 @@ class BudgetSearch:
         asked = (self._asked(one, self.budget_bytes) for one in self._near)
         return next((one for one in asked if one.peak_bytes <= self.budget_bytes), None)
 
-    def _asked(self, one: BudgetCandidate, budget_bytes: int | None) -> BudgetCandidate:
+    def _asked(self, one: BudgetCandidate, budget_bytes: int) -> BudgetCandidate:
         """Returns the same with the peak that compiling it for a budget tells, where it does."""
         within = self.problem.with_budget(budget_bytes)
         began_s = time.perf_counter()

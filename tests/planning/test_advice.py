@@ -89,15 +89,21 @@ def test_where_no_budget_has_a_plan_none_is_advised(monkeypatch):
     assert tried_budget(PROBLEM, PROBLEM.floor_bytes, FakeBackend().memory) is None
 
 
-def test_once_the_time_is_over_the_largest_limit_alone_is_tried(monkeypatch):
-    problem, tried = mixed_problem(0, budget=False), []
-    quick = advice.within_budget
+@pytest.fixture
+def tried(monkeypatch):
+    """The budgets that were tried, in order."""
+    budgets, quick = [], advice.within_budget
 
     def within_budget(problem, budget_bytes, *arguments, **options):
-        tried.append(budget_bytes)
+        budgets.append(budget_bytes)
         return quick(problem, budget_bytes, *arguments, **options)
 
     monkeypatch.setattr(advice, "within_budget", within_budget)
+    return budgets
+
+
+def test_once_the_time_is_over_the_largest_limit_alone_is_tried(monkeypatch, tried):
+    problem = mixed_problem(0, budget=False)
     monkeypatch.setattr(advice, "_OPTIONS", replace(advice._OPTIONS, most_s=0.0))
     memory = FakeBackend().memory
     plain = memory.peak_bytes(problem, Schedule.store_all(problem.graph))
@@ -106,19 +112,13 @@ def test_once_the_time_is_over_the_largest_limit_alone_is_tried(monkeypatch):
     assert enough >= plain
 
 
-def test_limits_with_room_are_tried_first_and_the_least_that_did_is_advised(monkeypatch):
+def test_limits_with_room_are_tried_first_and_the_least_that_did_is_advised(monkeypatch, tried):
     """To find that the tightest limit has no plan may take all of the time."""
-    problem, tried = chain_problem(24), []
-    quick = advice.within_budget
-
-    def within_budget(problem, budget_bytes, *arguments, **options):
-        tried.append(budget_bytes)
-        return quick(problem, budget_bytes, *arguments, **options)
+    problem = chain_problem(24)
 
     class AfterThree(advice.Deadline):
         is_over = property(lambda self: len(set(tried)) >= 3)
 
-    monkeypatch.setattr(advice, "within_budget", within_budget)
     monkeypatch.setattr(advice, "Deadline", AfterThree)
     memory = FakeBackend().memory
     plain = memory.peak_bytes(problem, Schedule.store_all(problem.graph))

@@ -113,14 +113,15 @@ def test_a_schedule_that_is_known_to_take_more_is_written_anew_for_a_lower_limit
 
 
 @pytest.mark.parametrize(
-    ("least", "slower_way", "is_anew"), [(0.0, 9.0, False), (1.0, 9.0, True), (0.0, 0.0, True)],
+    ("least", "slower_way_share", "is_anew"),
+    [(0.0, 9.0, False), (1.0, 9.0, True), (0.0, 0.0, True)],
     ids=["another is found", "none is", "another is too dear"],
-)  # fmt: skip
+)
 def test_a_schedule_that_misses_by_little_is_not_written_anew_before_another_is_tried(
-    monkeypatch, least, slower_way, is_anew
+    monkeypatch, least, slower_way_share, is_anew
 ):
     """Loosely, schedules take a little more than predicted; ``least`` of the budget at least."""
-    rules = replace(calibrated_solve.OPTIONS, slower_way=slower_way)
+    rules = replace(calibrated_solve.OPTIONS, slower_way_share=slower_way_share)
     monkeypatch.setattr(calibrated_solve, "OPTIONS", rules)
     budget = int(0.8 * PLAIN)
     anew, asked = [], []
