@@ -90,10 +90,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.report is not None:
         remat.report.to_html(arguments.report)
     print(f"\n{'':16}{'peak':>12}{'time per step':>16}")
-    for name, usage in (("plain", plain), ("rematerialized", plan.measured)):
+    planned = plan.measured or plan.predicted  # a plan of the last steps may not be measured yet
+    for name, usage in (("plain", plain), ("rematerialized", planned)):
         print(f"{name:16}{usage.peak_bytes / MIB:8.1f} MiB{usage.time_s:14.3f} s")
-    kept = plan.measured.peak_bytes <= limit
-    print(f"limit           {limit / MIB:8.1f} MiB: {'kept' if kept else 'NOT KEPT'}")
+    kept = planned.peak_bytes <= limit
+    by = "" if plan.measured else ", by prediction"
+    print(f"limit           {limit / MIB:8.1f} MiB: {'kept' if kept else 'NOT KEPT'}{by}")
     return 0 if kept else 1
 
 
