@@ -29,6 +29,12 @@ def build(model: Any, batch: Any) -> None:
         raise
 
 
+def has_its_metrics(model: Any) -> bool:
+    """Returns whether the metrics that a model was compiled with are made."""
+    metrics = model._compile_metrics
+    return metrics is None or bool(metrics.built)
+
+
 def build_losses_and_metrics(model: Any, batch: Any) -> None:
     """Makes the objects of a compiled model's losses and metrics, as its first step would.
 

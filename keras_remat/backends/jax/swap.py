@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from keras_remat.backends import keras_private
 from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.device import Device
@@ -40,6 +41,7 @@ class InstalledTrainFunction(Installed):
     def __init__(self, model: Any, runner: StepRunner, device: Device):
         super().__init__(model, runner)
         self._device = device
+        self._is_anew = False  # whether the original was made anew since the last batch
 
     @without_inner_frames
     def __call__(  # type: ignore[override]  # on JAX Keras's own is called with the state, too
@@ -72,6 +74,7 @@ class InstalledTrainFunction(Installed):
         anew = super().take_place()
         if anew:
             self._device.forget()
+            self._is_anew = True
         return anew
 
     def restore(self) -> None:
@@ -79,9 +82,21 @@ class InstalledTrainFunction(Installed):
         self._device.forget()
 
     def _prepared(self, batch: Any) -> Any:
-        return jax.tree.map(
+        arrays = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), batch
         )
+        if self._is_anew:
+            self._is_anew = False
+            self._build_metrics(arrays)
+        return arrays
+
+    def _build_metrics(self, batch: Any) -> None:
+        """Makes the metrics of a model that was compiled anew in mid-fit, for which Keras would
+        make them in its next step: a step that makes variables returns another state than it gets.
+        """
+        if self._model.optimizer.built and not keras_private.has_its_metrics(self._model):
+            with self.variables():
+                keras_private.build(self._model, batch)
 
     def as_given(self, batch: Any) -> Any:
         """Makes JAX's arrays of a batch, over the devices of the active ``keras.distribution``."""

@@ -151,6 +151,28 @@ def test_after_fit_a_model_compiled_anew_is_trained_with_its_new_loss():
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_a_model_compiled_anew_between_epochs_gets_its_metrics(over_any_limit):
+    """Keras makes them in the next step, which then returns more variables than it was given."""
+
+    class CompilesAnew(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                models.compiled(self.model)
+                self.model.optimizer.build(self.model.trainable_variables)
+                self.model.make_train_function()
+
+    plain, data = small()
+    expected = fit(plain, data, CompilesAnew(), epochs=2)
+    model, data = small()
+    remat = callback()
+    history = fit(model, data, remat, CompilesAnew(), epochs=2)
+    assert remat.plan is not None
+    for key, values in expected.items():
+        assert history[key] == pytest.approx(values, rel=1e-5), key
+    assert_same_state(model, plain, rtol=1e-4, atol=1e-5)
+    assert_given_back(model)
+
+
 def test_keras_s_own_step_is_traced_once():
     """JAX compiles once what it traces once."""
     traces = []
