@@ -51,16 +51,16 @@ class FindOptions:
     """Rules what the parts of the time limit are for.
 
     Args:
-        search: the share of the limit that the search may take, however long tracing took.
-        quick: of that, what the quick solver gets. The thorough solver gets the rest.
-        solve: of the limit, what one solve afterwards may take.
-        first_search: of the limit, what a search for a size to learn from may take.
+        search_share: the share of the limit that the search may take, however long tracing took.
+        quick_share: of that, what the quick solver gets. The thorough solver gets the rest.
+        solve_share: of the limit, what one solve afterwards may take.
+        first_search_share: of the limit, what a search for a size to learn from may take.
     """
 
-    search: float = 0.8
-    quick: float = 0.25
-    solve: float = 0.1
-    first_search: float = 0.1
+    search_share: float = 0.8
+    quick_share: float = 0.25
+    solve_share: float = 0.1
+    first_search_share: float = 0.1
 
 
 _OPTIONS = FindOptions()
@@ -159,7 +159,7 @@ class _Bounds:
             backend,
             search,
             max_overhead=self.max_overhead,
-            solve_s=_OPTIONS.solve * self.time_limit_s / search_work.OPTIONS.patience,
+            solve_s=_OPTIONS.solve_share * self.time_limit_s / search_work.OPTIONS.patience,
             deadline_s=self.started_s + self.time_limit_s,
             multiple=self.parts,
             seed=self.seed,
@@ -179,7 +179,7 @@ def _searched(
         known: see :func:`~keras_remat.batch_size.search.search_batch_size`.
     """
     limit_s, parts = bounds.time_limit_s, bounds.parts
-    search_s = _OPTIONS.search * limit_s
+    search_s = _OPTIONS.search_share * limit_s
     # what cannot be met is one sample, or one for each slice
     with advising(scaling.at(parts), step.limit, parts, backend, seed=bounds.seed):
         search = search_batch_size(
@@ -188,9 +188,9 @@ def _searched(
             step.limit,
             backend,
             max_overhead=bounds.max_overhead,
-            time_limit_s=_OPTIONS.quick * search_s,
+            time_limit_s=_OPTIONS.quick_share * search_s,
             late_solver="auto",
-            late_time_limit_s=(1 - _OPTIONS.quick) * search_s,
+            late_time_limit_s=(1 - _OPTIONS.quick_share) * search_s,
             multiple=parts,
             seed=bounds.seed,
             known=known,
@@ -214,7 +214,7 @@ def _learn_of_larger(
             step.limit,
             backend,
             max_overhead=bounds.max_overhead,
-            time_limit_s=_OPTIONS.first_search * bounds.time_limit_s,
+            time_limit_s=_OPTIONS.first_search_share * bounds.time_limit_s,
             multiple=bounds.parts,
             seed=bounds.seed,
         )
@@ -281,7 +281,7 @@ def _estimated_in_slices(
         batch_size=size,
         limit=step.limit,
         solver="greedy_first",
-        seconds=_OPTIONS.solve * bounds.time_limit_s,
+        seconds=_OPTIONS.solve_share * bounds.time_limit_s,
         seed=bounds.seed,
     )
     try:

@@ -30,11 +30,11 @@ class AdviceOptions:
 
     Args:
         shares: of the way from what is needed at least to the plain step's peak: the limits that
-            are tried until one has a plan.
-        tighter_shares: such shares that are tried after the first of these, until one has no plan.
-            A limit with room is planned for at once, and the tightest may take half a minute until
-            it fails: of a U-Net in slices that needs 92 MiB, 1,017 were advised where the tightest
-            limit was tried first.
+            may be tried, the tightest first.
+        begin: which of them is tried first. Where it has a plan, tighter ones are, until one has
+            none; where it has none, larger ones, until one has a plan. A limit with room is planned
+            for at once, and the tightest may take half a minute until it fails: of a U-Net in
+            slices that needs 92 MiB, 1,017 were advised where the tightest was tried first.
         bisections: limits that are tried between the last one without a plan and the least one with
             one.
         most_s: seconds after which no limit is tried but the largest one, where none did before.
@@ -44,8 +44,8 @@ class AdviceOptions:
             the next.
     """
 
-    shares: tuple[float, ...] = (0.25, 0.5, 1.0)
-    tighter_shares: tuple[float, ...] = (0.1, 0.03, 0.0)
+    shares: tuple[float, ...] = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)
+    begin: int = 3
     bisections: int = 3
     most_s: float = 10.0
     plan_s: float = 2.0
@@ -159,26 +159,20 @@ def tried_budget(
             for spare_bytes in ((spare,) if memory.order_matters else (spare, 0))
         )
 
-    def budget_at(share: float) -> int:
-        return least_bytes + int(share * (most_bytes - least_bytes))
-
-    fails, enough = least_bytes, None
-    for share in _OPTIONS.shares:
-        if clock.is_over and share != _OPTIONS.shares[-1]:
-            continue
-        if has_plan(budget_at(share)):
-            enough = budget_at(share)
-            break
-        fails = budget_at(share)
+    room = most_bytes - least_bytes
+    budgets = [least_bytes + int(share * room) for share in _OPTIONS.shares]
+    at, fails, enough = _OPTIONS.begin, least_bytes, None
+    while at in range(len(budgets)) and (fails == least_bytes or enough is None):
+        if clock.is_over:
+            if enough is not None:
+                break
+            at = len(budgets) - 1
+        if has_plan(budgets[at]):
+            enough, at = budgets[at], at - 1
+        else:
+            fails, at = budgets[at], at + 1
     if enough is None:
         return None
-    for share in _OPTIONS.tighter_shares if fails == least_bytes else ():
-        if clock.is_over:
-            break
-        if not has_plan(budget_at(share)):
-            fails = budget_at(share)
-            break
-        enough = budget_at(share)
     for _ in range(_OPTIONS.bisections):
         middle = (fails + enough) // 2
         if middle <= fails or clock.is_over:

@@ -194,7 +194,7 @@ def assert_refused(error, match, made, path, **options):
 @every_path
 def test_a_limit_below_what_stays_is_refused_before_anything_was_trained(path, monkeypatch):
     """The advice tries the plain step's limit alone: a compiler takes long for each of more."""
-    monkeypatch.setattr(advice, "_OPTIONS", advice.AdviceOptions((1.0,), (), 0))
+    monkeypatch.setattr(advice, "_OPTIONS", advice.AdviceOptions((1.0,), 0, 0))
     made = stack(path)
     limit = int(0.3 * limit_for(*made, path, 0.0))
     error = assert_refused(
@@ -229,4 +229,4 @@ def test_a_plan_leaves_the_model_alone_and_its_file_is_for_models_like_it(
     assert "risk" not in [event.kind for event in callback.report.events]
     other = stack(path, blocks=1)
     load_backends(other[0], path)[0].trace(other[0], batch)  # builds what the step needs
-    assert_refused(keras_remat.PlanMismatchError, "", other, path, **given)
+    assert_refused(keras_remat.PlanMismatchError, "another model", other, path, **given)
