@@ -261,20 +261,13 @@ class BudgetSearch:
     def _with_fewer_gaps(self, found: list[BudgetCandidate]) -> list[BudgetCandidate]:
         """Returns what was found, the fastest first, and those over the budget also with fewer gaps
         between their values, until one keeps to it."""
-        deadline_s = time.thread_time() + OPTIONS.closing_s
-        problem = self.problem.with_budget(self.budget_bytes)
-        closer: list[BudgetCandidate] = []
-        for one in found:
-            while one.peak_bytes > self.budget_bytes:
-                order = self.memory.with_fewer_gaps(problem, one.schedule, deadline_s)
-                if order is None:
-                    break
-                solution = replace(one.solution, schedule=order, usage=None)
-                one = BudgetCandidate.of(self.problem, solution, self.memory)
-                closer.append(one)
-            if one.peak_bytes <= self.budget_bytes:
+        problem, budget_bytes, memory = self.problem, self.budget_bytes, self.memory
+        deadline_s, seen, rest = _closing_deadline_s(), list[BudgetCandidate](), iter(found)
+        for one in rest:
+            seen += with_fewer_gaps(problem, one, budget_bytes, memory, deadline_s)
+            if seen[-1].peak_bytes <= budget_bytes:
                 break
-        return sorted([*found, *closer], key=lambda one: one.time_s)
+        return sorted([*seen, *rest], key=lambda one: one.time_s)
 
     def _solved(self, problem: Problem, time_limit_s: float, patience: float) -> list[Solution]:
         """Returns what the solver finds on its way; what the quick one found is remembered."""
@@ -524,14 +517,44 @@ def least_over_budget(
         return search.least
 
 
+def _closing_deadline_s() -> float:
+    """Returns when closing gaps ends, by ``time.thread_time``."""
+    return time.thread_time() + OPTIONS.closing_s
+
+
+def with_fewer_gaps(
+    problem: Problem,
+    candidate: BudgetCandidate,
+    budget_bytes: int,
+    memory: MemoryModel,
+    deadline_s: float,
+) -> list[BudgetCandidate]:
+    """Returns a candidate, and, while that is over the budget, the same with fewer gaps between its
+    values, and with fewer still.
+
+    Args:
+        deadline_s: by ``time.thread_time``: no more gaps are closed after it.
+    """
+    within, found = problem.with_budget(budget_bytes), [candidate]
+    while (last := found[-1]).peak_bytes > budget_bytes:
+        order = memory.with_fewer_gaps(within, last.schedule, deadline_s)
+        if order is None:
+            break
+        solution = replace(last.solution, schedule=order, usage=None)
+        found.append(BudgetCandidate.of(problem, solution, memory))
+    return found
+
+
 def known_order(
     problem: Problem, schedule: Schedule, budget_bytes: int, memory: MemoryModel
 ) -> BudgetCandidate | None:
-    """Returns a known order as a candidate; ``None`` where it needs more than the budget.
+    """Returns a known order as a candidate, with fewer gaps between its values where it needs more
+    than the budget; ``None`` where that needs more, too.
 
     Args:
         schedule: an order of ops with the same ids, inputs and outputs, found for another batch
             size; it is therefore legal here.
     """
-    found = BudgetCandidate.of(problem, Solution(schedule, "reused", "feasible", 0.0), memory)
+    known = BudgetCandidate.of(problem, Solution(schedule, "reused", "feasible", 0.0), memory)
+    found = with_fewer_gaps(problem, known, budget_bytes, memory, _closing_deadline_s())[-1]
     return found if found.peak_bytes <= budget_bytes else None

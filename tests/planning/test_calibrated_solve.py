@@ -67,21 +67,38 @@ def test_what_is_predicted_not_to_fit_is_compiled_at_last():
     assert planned(backend, budget).predicted.peak_bytes <= budget
 
 
-def test_what_does_not_fit_is_tried_with_fewer_gaps():
-    """Here gaps are as large as all that plain has alive, and one op more closes them."""
-    budget, closed = int(0.8 * PLAIN), set()
-    backend = FakeBackend(allocator_bytes=lambda problem, s: 0 if s in closed else PLAIN)
+@pytest.fixture
+def closed():
+    """Orders whose gaps are closed, by one op more, and a memory where gaps are as large as all
+    that plain has alive."""
+    orders = set()
+    backend = FakeBackend(allocator_bytes=lambda problem, s: 0 if s in orders else PLAIN)
 
     def with_fewer_gaps(problem, schedule, deadline_s):
-        assert problem.budget_bytes == budget
-        if schedule in closed:
+        assert problem.budget_bytes == int(0.8 * PLAIN)
+        if schedule in orders:
             return None
-        closed.add(other := Schedule((0, *schedule.order)))
+        orders.add(other := Schedule((0, *schedule.order)))
         return other
 
     backend.memory.with_fewer_gaps = with_fewer_gaps
-    found = calibrated_solve.within_budget(PROBLEM, budget, backend.memory, solver="greedy")
-    assert found.schedule in closed
+    return orders, backend.memory
+
+
+def test_what_does_not_fit_is_tried_with_fewer_gaps(closed):
+    orders, memory = closed
+    budget = int(0.8 * PLAIN)
+    found = calibrated_solve.within_budget(PROBLEM, budget, memory, solver="greedy")
+    assert found.schedule in orders
+    assert found.peak_bytes <= budget
+
+
+def test_a_known_order_that_does_not_fit_is_tried_with_fewer_gaps(closed):
+    orders, memory = closed
+    budget = int(0.8 * PLAIN)
+    known = solve(PROBLEM.with_budget(budget), solver="greedy", seed=0).schedule
+    found = calibrated_solve.known_order(PROBLEM, known, budget, memory)
+    assert found.schedule == Schedule((0, *known.order)) in orders
     assert found.peak_bytes <= budget
 
 

@@ -186,11 +186,27 @@ def test_in_slices_the_order_that_goes_slice_by_slice_gets_most_steps(
         problem.with_budget(floor), deadline=Deadline(float("inf")), max_steps=10**6, orders=orders
     )
     assert list(asked) == []
-    by_default, short, long = tried[:2], tried[:4], tried[4]
-    assert all(is_default for is_default, _, _ in by_default)
-    assert {policy for _, policy, _ in short} == set(greedy.SLICED_POLICIES)
-    assert {patience for _, _, patience in short} == {greedy.OPTIONS.sliced_patience}
-    assert long == (True, greedy.SLICED_POLICIES[0], greedy.OPTIONS.sliced_last_patience)
+    tried = tried[: 2 * len(greedy.SLICED_POLICIES)]
+    assert [way for *way, _ in tried] == [
+        [is_default, policy] for is_default in (True, False) for policy in greedy.SLICED_POLICIES
+    ]
+    most, *fewer = (patience for _, _, patience in tried)
+    assert most == greedy.OPTIONS.sliced_patience
+    assert set(fewer) == {greedy.OPTIONS.sliced_later_patience}
+
+
+def test_of_sums_over_parts_of_the_batch_only_the_last_one_stays() -> None:
+    """Sums over all parts are small, and to compute one again takes a round over the batch."""
+    problem, floor = normalized_in_slices(layers=12, parts=8, nbytes=4096)
+    graph, budget = problem.graph, int(0.8 * floor)
+    small = {value.id for value in graph.values if value.nbytes == 1}
+    whole = {v for v in small if any(child not in small for child in graph.children[v])}
+    assert len(whole) == 2 * 12 < eviction.KEPT_SHARE * budget < len(small)
+    default = Schedule.store_all(graph).order
+    kept = Eviction(
+        problem.with_budget(budget), default, greedy.SLICED_POLICIES[0], NO_DEADLINE, float("inf")
+    ).kept
+    assert {v for v, is_kept in enumerate(kept) if is_kept} == whole
 
 
 def test_a_pass_near_the_floor_takes_few_looks_at_what_an_eviction_costs() -> None:
