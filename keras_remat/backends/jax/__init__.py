@@ -21,7 +21,7 @@ from keras_remat.backends import batches
 from keras_remat.backends.base import RunStep
 from keras_remat.backends.example_batches import example_batch
 from keras_remat.backends.installed import Installed, StepRunner
-from keras_remat.backends.jax import cudnn
+from keras_remat.backends.jax import cudnn, private
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import AbsentDevice, Device
@@ -63,7 +63,12 @@ class LoweredStep:
 
     def __call__(self, batch: Any) -> Any:
         first, self._has_run = not self._has_run, True
-        return self._device.run(self.traced.model, self.compiled, batch, self._used, first=first)
+        device, model = self._device, self.traced.model
+        try:
+            return device.run(model, self.compiled, batch, self._used, first=first)
+        except private.InvalidValueError as error:  # JAX was asked to look for NaNs
+            state = device.current_state(model)
+            private.raise_where_invalid(error, self.traced.train_step, state, batch)
 
 
 class JaxBackend:

@@ -121,7 +121,7 @@ class Device:
         kept, self._kept = self._kept, None
         self._put_back = None
         self._first_run |= first
-        state = self._consumable(self._current(model))
+        state = self._consumable(self.current_state(model))
         if self._is_measuring:
             self._expected_peak_bytes = max(
                 self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
@@ -144,7 +144,7 @@ class Device:
         """Copies the state, and what the traced steps refer to, to the host; what it returns puts
         them back. Outside of ``fit`` arrays that somebody else holds are not consumed meanwhile."""
         spared = private.arrays_held_elsewhere(model) if self.state is None else {}
-        state = jax.tree.map(lambda x: np.array(x, copy=True), self._current(model))
+        state = jax.tree.map(lambda x: np.array(x, copy=True), self.current_state(model))
         kept = self._kept = _Kept(
             state, spared, [(ref, jax.device_get(ref[...])) for ref in self._refs.values()]
         )
@@ -153,7 +153,7 @@ class Device:
         def put_back() -> None:
             self._kept, self._spared = None, spared
             if self._put_back is not kept:
-                for leaf in jax.tree.leaves(self._current(model)):
+                for leaf in jax.tree.leaves(self.current_state(model)):
                     if not leaf.is_deleted() and not any(leaf is own for own in spared.values()):
                         leaf.delete()
                 self._restore(model, kept)
@@ -167,7 +167,7 @@ class Device:
     def _restore(self, model: Any, kept: _Kept) -> None:
         """Gives every array of the state that was consumed its kept value, and those that were
         spared back."""
-        leaves, structure = jax.tree.flatten(self._current(model))
+        leaves, structure = jax.tree.flatten(self.current_state(model))
         copies = jax.tree.leaves(kept.state)
         state = [
             kept.spared.get(at, _uploaded(copy, old.sharding) if old.is_deleted() else old)
@@ -187,7 +187,8 @@ class Device:
         copied = [jnp.copy(x) if x is self._spared.get(at) else x for at, x in enumerate(leaves)]
         return jax.tree.unflatten(structure, copied)
 
-    def _current(self, model: Any) -> Any:
+    def current_state(self, model: Any) -> Any:
+        """Returns the state that the next step takes."""
         return private.state_values(model) if self.state is None else self.state
 
     def _keep(self, model: Any, state: Any) -> None:

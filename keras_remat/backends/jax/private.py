@@ -6,7 +6,7 @@ from Keras: ``_purge_model_variables``, ``_update_metrics_variables``, ``_jax_st
 lists of variables the JAX trainer carries as state, in its order, and whether its JAX backend knows
 cuDNN's LSTM. Of ``jax.distributed`` the client of its key-value store; of ``jax.lax`` the gradient
 of pooling with a start value of its own; and of JAX's own path from a module to a compiled step its
-last half (``mlir``, ``compiler``, ``xla_client``).
+last half (``mlir``, ``compiler``, ``xla_client``), and the error of a compiled step with a NaN.
 When a new version moves one of these, this is the file to mend: one file, though long.
 """
 
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import keras
 from jax import lax
-from jax._src import compiler, distributed
+from jax._src import api_util, compiler, distributed
 from jax._src.interpreters import mlir
 from jax._src.lax import windowed_reductions
 from jax._src.lib import xla_client
@@ -320,6 +320,30 @@ def has_cudnn_lstm() -> bool:
 def is_ref(constant: Any) -> bool:
     """Returns whether what a step closes over is a mutable array."""
     return isinstance(constant, jax.Ref)
+
+
+#: What a compiled step raises where JAX looks for NaNs (``jax_debug_nans``) and finds one.
+InvalidValueError = api_util.InternalFloatingPointError
+
+
+def raise_where_invalid(
+    error: Exception, step: Callable[[Any, Any], Any], state: State, batch: Any
+) -> NoReturn:
+    """Runs a step op by op, as JAX runs its own functions in which it has found a NaN: mostly its
+    error then names the op, and Keras's the layer.
+
+    Args:
+        error: an :data:`InvalidValueError` of the same step, compiled.
+        step: ``(state, batch) → (logs, state)``.
+        state, batch: what it was called with.
+
+    Raises:
+        FloatingPointError: in any case.
+    """
+    if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        step(state, batch)
+    kind = getattr(error, "ty", error)
+    raise FloatingPointError(f"A train step returned an invalid value ({kind}).") from error
 
 
 def assign_state(model: Any, state: State) -> None:

@@ -379,6 +379,21 @@ def test_uncompiled_models_get_one_warning_and_train(options):
     assert [event.kind for event in remat.report.events] == ["unmodified"]
 
 
+def test_a_nan_that_jax_looks_for_is_an_error_and_trains_nothing(over_any_limit):
+    model, (x, y) = small()
+    x[0] = np.nan
+    before = model.get_weights()
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with pytest.raises(FloatingPointError, match="nan"):
+            fit(model, (x, y), callback())
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    for weight, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, old)
+    assert_given_back(model)
+
+
 def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told(over_any_limit):
     class RunsEagerly(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
