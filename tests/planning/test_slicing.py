@@ -385,9 +385,9 @@ def test_after_a_failure_what_needs_much_less_is_tried_first():
     [
         (60.0, 70.0, [2, 4, 8, 16], [4, 16, 2, 8]),
         (60.0, 6.5, [2, 4], [4, 16, 2, 8]),
-        (0.0, 70.0, [2], [2, 4, 8, 16]),
+        (0.0, 70.0, [2, 4, 8], [4, 2, 8, 16]),
     ],
-    ids=["all are dear", "one is cheap", "too late to look at others"],
+    ids=["all are dear", "one is cheap", "too late to look at more than three"],
 )
 def test_of_dear_ways_to_slice_a_step_the_cheapest_is_taken(
     clock_s, in_four_s, looked, asked, monkeypatch
