@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import keras
 import torch
 from keras.src.backend.common import global_state, name_scope
 from keras.src.backend.torch import core as keras_core
@@ -285,7 +286,8 @@ def _own_tracebacks() -> Iterator[None]:
 
 @contextmanager
 def recordable(seeds: Seeds, cond: Callable[..., Any]) -> Iterator[None]:
-    """Makes Keras leave to the recorder what it would decide by a tensor's value.
+    """Makes Keras leave to the recorder what it would decide by a tensor's value, and refuses the
+    weights of a layer that the step would build.
 
     Args:
         seeds: makes generators.
@@ -296,7 +298,17 @@ def recordable(seeds: Seeds, cond: Callable[..., Any]) -> Iterator[None]:
         stack.enter_context(patched(keras_random, "torch_seed_generator", seeds.generator))
         stack.enter_context(patched(keras_core, "cond", cond))
         stack.enter_context(patched(torch_nadam, "core", _NadamCore()))
+        stack.enter_context(patched(keras.layers.Layer, "add_weight", _refuse_weight))
         yield
+
+
+def _refuse_weight(layer: Any, *_: Any, **__: Any) -> None:
+    """Raises in the place of ``add_weight``, before anything is kept: a layer cannot be built
+    again once it holds weights without memory."""
+    raise UnsupportedModelError(
+        f"The layer {layer.name!r} has no weights yet, and the step would make them when it first "
+        "runs. Call it on a batch, or build it, before fit."
+    )
 
 
 def scope() -> str:

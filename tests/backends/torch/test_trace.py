@@ -438,6 +438,25 @@ def test_variables_that_a_step_makes_are_refused():
         load_backend().trace(model, tuple(map(torch.as_tensor, (models.X, models.X[:, :3]))))
 
 
+def test_a_layer_that_a_step_would_build_is_refused_and_can_be_built_by_keras_step():
+    """A teacher, say, that only the step calls."""
+
+    class Taught(Stepping):
+        def train_step(self, data):
+            with torch.no_grad():
+                self.teacher(data[0])
+            return super().train_step(data)
+
+    model, data = ready(lambda: stepping(Taught))
+    model.teacher = keras.Sequential([layers.LayerNormalization(), layers.Dense(3)])
+    model.teacher.trainable = False
+    with pytest.raises(UnsupportedModelError, match=r"has no weights yet.*test_trace\.py"):
+        load_backend().trace(model, data)
+    model.train_function([data])
+    assert len(model.teacher.weights) == 4
+    load_backend().trace(model, data)
+
+
 def test_ops_of_the_forward_phase_are_named_by_their_layers():
     model, data = ready(models.CASES["sgd"])
     traced = load_backend().trace(model, data)
