@@ -7,9 +7,9 @@ large values to one another: then those values exist for a part only
 which a sum over the batch is added up.
 
 The choice is a short list of candidates, few ops and few parts first: smaller kernels are slower,
-and a larger graph takes longer to solve. The first is taken for which a quick solver finds a
-schedule that adds little to a step; more parts leave more room, which recomputes less. Where all
-are dear, the cheapest is.
+and a larger graph takes longer to solve. The first is taken for which a look finds a schedule that
+adds little to a step; more parts leave more room, which recomputes less. Where all are dear, the
+cheapest is.
 Where a number of micro-batches is asked for, the batch runs in as many slices
 (:func:`in_micro_batches`), of all ops that hand large values to one another.
 """
@@ -30,9 +30,10 @@ from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import SliceRule, Slicing
+from keras_remat.core.validate import validate
 from keras_remat.errors import (
     BudgetError,
     InfeasibleBudgetError,
@@ -43,13 +44,13 @@ from keras_remat.errors import (
     statement_of,
 )
 from keras_remat.planning.advice import advising
-from keras_remat.planning.calibrated_solve import BudgetSearch
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.quick_orders import QUICK
+from keras_remat.planning.quick_orders import QUICK, quick_orders
 from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.planning.slice_candidates import able_ops, candidates, grown
 from keras_remat.planning.slice_costs import costs_of, ends_bytes, undivided_scratch
 from keras_remat.solvers import check_floor
+from keras_remat.solvers.search import greedy
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,7 @@ class SlicingOptions:
             and one in that with 0.25.
         dear: a schedule in slices that adds more than such a share to the time of a step is dear:
             others are looked at. At 0.8 of the floor of a U-Net's step, 2, 4 and 8 slices add 3.1,
-            0.6 and 0.4.
-        look_s: seconds of the quick solver's work for a look at a candidate.
-        sure_looks: candidates that are looked at while all are dear, however late it is. At 0.8 of
-            the floor of MobileNetV2's step, 2, 4 and 8 slices have no schedule, add 0.9, and 0.4.
+            0.6 and 0.4; of MobileNetV2's, 2 have no schedule, and 4 and 8 add 0.9 and 0.4.
         most_tries: candidates that are solved for.
         most_s: seconds after which no further candidate is solved for, or those for solving where
             they are more. A compiler takes most of that time: where a small model's step had no
@@ -85,8 +83,6 @@ class SlicingOptions:
     hopeless: float = 0.85
     promising: float = 0.6
     dear: float = 0.25
-    look_s: float = 4.0
-    sure_looks: int = 3
     most_tries: int = 4
     most_s: float = 120.0
     most_times: int = 4
@@ -187,6 +183,7 @@ def plan_in_slices(
     failure: BudgetError,
     door: Callable[[PlanRequest], Plan] = plan_for,
     seen: tuple[TracedStep, Problem] | None = None,
+    below_s: float = inf,
 ) -> tuple[TracedStep, Problem, Plan]:
     """Returns what :func:`plan_with_slices` does where there is no plan for the whole step.
 
@@ -194,6 +191,8 @@ def plan_in_slices(
         failure: why no plan of whole ops was found.
         door: makes a plan for a request.
         seen: another step in slices that was measured, for which no plan was found, and its costs.
+        below_s: seconds of a step that is known: only ways are tried for which a look finds a
+            faster one.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: slices do not help; the message names the op
@@ -209,7 +208,7 @@ def plan_in_slices(
     tried = None if seen is None else seen[0].slicing
     found = (one for one in found if one[0] != tried)
     likely = islice(_by_promise(found, failed), OPTIONS.most_tries)
-    for slicing, sliced, costs in _cheap_first(likely, request, failed):
+    for slicing, sliced, costs in _cheap_first(likely, request, failed, below_s):
         solver = QUICK if clock.is_over else request.solver
         try:
             asked = replace(request, problem=costs, clock_s=clock.left_s(), solver=solver)
@@ -278,27 +277,27 @@ def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[
 
 
 def _cheap_first(
-    found: Iterator[_Candidate], request: PlanRequest, failed: list[int]
+    found: Iterator[_Candidate], request: PlanRequest, failed: list[int], below_s: float
 ) -> Iterator[_Candidate]:
-    """Yields candidates for which a quick solver finds a cheap schedule as soon as it does, then
-    the dear ones, the cheapest first, and those for which it finds none. Once the seconds of the
-    request are over, few are looked at any more.
+    """Yields candidates for which a look finds a cheap schedule as soon as it does, then the dear
+    ones, the cheapest first, and, unless they have to be faster than what is known, those for which
+    it finds none.
 
     Args:
         failed: what :func:`_by_promise` is told.
+        below_s: as of :func:`plan_in_slices`.
     """
-    clock, dear = Deadline(min(request.clock_s, request.seconds)), []
+    dear, best_s = list[tuple[float, _Candidate]](), below_s
     for one in found:
-        time_s = request.where.of_first(partial(_quick_time_s, one[2], request))
+        time_s = request.where.of_first(partial(_look, one[2], request, best_s))
         if is_dear(time_s, request.problem):
             dear.append((time_s, one))
         else:
             yield one
+        best_s = min(best_s, time_s)
         failed.append(_floor_above_resident(one[2]))
-        if clock.is_over and len(failed) >= OPTIONS.sure_looks:
-            break
-    yield from (one for _, one in sorted(dear, key=itemgetter(0)))
-    yield from found
+    tried = (one for one in dear if below_s == inf or one[0] < inf)
+    yield from (one for _, one in sorted(tried, key=itemgetter(0)))
 
 
 def is_dear(time_s: float, whole: Problem) -> bool:
@@ -310,15 +309,23 @@ def is_dear(time_s: float, whole: Problem) -> bool:
     return time_s > (1 + OPTIONS.dear) * whole.store_all_time_s
 
 
-def _quick_time_s(costs: Problem, request: PlanRequest) -> float:
-    """Returns the seconds of a step by what the quick solver finds, which is remembered; infinite
-    where it finds nothing."""
-    usable = request.limit.usable_bytes
-    search = BudgetSearch(costs, usable, request.memory, QUICK, request.seed)
-    try:
-        return search.solve_at(usable, min(OPTIONS.look_s, request.seconds))[0].time_s
-    except BudgetError:
+def _look(costs: Problem, request: PlanRequest, below_s: float) -> float:
+    """Returns the seconds of a schedule that a few passes find, which is kept as what the quick
+    solver finds; infinite where they find none.
+
+    Args:
+        below_s: a slower one will not do.
+    """
+    within = costs.with_budget(request.limit.usable_bytes)
+    order = greedy.look(within, below_s)
+    if order is None:
         return inf
+    schedule = Schedule(order)
+    validate(within, schedule)
+    usage = simulate(within, schedule)
+    found = Solution(schedule, QUICK, "feasible", 0.0, usage=usage)
+    quick_orders(request.memory).keep(within, request.seed, request.seconds, [found])
+    return usage.time_s
 
 
 def _floor_above_resident(costs: Problem) -> int:

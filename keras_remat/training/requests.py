@@ -266,7 +266,7 @@ class PlanRequests:
             traced, problem, found = plan_in_slices(
                 costs.traced, request, self._backend.estimated_profile, error,
                 lambda asked: self.cached(asked.problem) or plan_for(asked),
-                (seen.traced, seen.problem),
+                (seen.traced, seen.problem), below_s,
             )  # fmt: skip
         if found.predicted.time_s >= below_s:
             raise error

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,7 @@ from keras_remat.planning.slicing import (
     plan_with_slices,
     told_whole,
 )
+from keras_remat.solvers.search import greedy
 from tests.solvers.brute_force import fastest
 
 
@@ -381,36 +383,71 @@ def test_after_a_failure_what_needs_much_less_is_tried_first():
 
 
 @pytest.mark.parametrize(
-    ("clock_s", "in_four_s", "looked", "asked"),
-    [
-        (60.0, 70.0, [2, 4, 8, 16], [4, 16, 2, 8]),
-        (60.0, 6.5, [2, 4], [4, 16, 2, 8]),
-        (0.0, 70.0, [2, 4, 8], [4, 2, 8, 16]),
-    ],
-    ids=["all are dear", "one is cheap", "too late to look at more than three"],
+    ("clock_s", "in_four_s", "looked"),
+    [(60.0, 70.0, [2, 4, 8, 16]), (0.0, 70.0, [2, 4, 8, 16]), (60.0, 6.5, [2, 4])],
+    ids=["all are dear", "all are, and it is late", "one is cheap"],
 )
 def test_of_dear_ways_to_slice_a_step_the_cheapest_is_taken(
-    clock_s, in_four_s, looked, asked, monkeypatch
+    clock_s, in_four_s, looked, monkeypatch
 ):
     """A cheap one is taken at once. The whole step takes 6 seconds."""
     step, problem, _ = head(large=6400)
-    seconds, looks, tries = {2: 90.0, 4: in_four_s, 8: inf, 16: 80.0}, [], []
+    seconds, looks, tries, bounds = {2: 90.0, 4: in_four_s, 8: inf, 16: 80.0}, [], [], []
 
-    def look(costs, request):
+    def look(costs, request, below_s):
         looks.append(parts_of(costs.graph))
+        bounds.append(below_s)
         return seconds[looks[-1]]
 
     def refuse(request):
         tries.append((list(looks), parts_of(request.problem.graph)))
         raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
 
-    monkeypatch.setattr("keras_remat.planning.slicing._quick_time_s", look)
+    monkeypatch.setattr("keras_remat.planning.slicing._look", look)
     request = replace(request_for(problem, 100 + 8000), clock_s=clock_s)
     failure = ScheduleNotFoundError(8100, problem.floor_bytes)
     with pytest.raises(ScheduleNotFoundError):
         plan_in_slices(step, request, estimate, failure, refuse)
     assert tries[0][0] == looked
-    assert [parts for _, parts in tries] == asked
+    assert [parts for _, parts in tries] == [4, 16, 2, 8]
+    assert bounds == [inf, 90.0, in_four_s, in_four_s]
+
+
+def test_where_a_plan_is_known_only_faster_ways_to_slice_a_step_are_tried(monkeypatch):
+    step, problem, _ = head(large=6400)
+    seconds, tries = {2: inf, 4: 70.0, 8: inf, 16: 80.0}, []
+
+    def look(costs, request, below_s):
+        return seconds[parts_of(costs.graph)]
+
+    def refuse(request):
+        tries.append(parts_of(request.problem.graph))
+        raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+
+    monkeypatch.setattr("keras_remat.planning.slicing._look", look)
+    request = request_for(problem, 100 + 8000)
+    failure = ScheduleNotFoundError(8100, problem.floor_bytes)
+    with pytest.raises(ScheduleNotFoundError):
+        plan_in_slices(step, request, estimate, failure, refuse, below_s=90.0)
+    assert tries == [4, 16]
+
+
+def test_what_a_look_finds_is_not_searched_again(monkeypatch):
+    step, problem, _ = head()
+    request = request_for(problem, 164)
+    looks = []
+
+    def look(problem, below_s):
+        looks.append(greedy.look(problem, below_s))
+        return looks[-1]
+
+    def refuse(*_):
+        raise AssertionError("it was found in a look")
+
+    monkeypatch.setattr("keras_remat.planning.slicing.greedy", SimpleNamespace(look=look))
+    monkeypatch.setattr(greedy, "candidates", refuse)
+    *_, plan = plan_with_slices(step, replace(request, solver="greedy_first"), estimate)
+    assert plan.solution.schedule.order in looks
 
 
 def parts_of(graph):

@@ -162,12 +162,15 @@ def test_a_normalized_batch_in_slices_is_scheduled_below_the_floor_of_whole_ops(
     validate(problem, Schedule(found))
 
 
-def test_in_slices_the_order_that_goes_slice_by_slice_gets_most_steps(
+def test_in_slices_the_order_that_goes_slice_by_slice_comes_first_and_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Near the floor no other order has a schedule, and one takes long to find."""
+    """Near the floor no other order has a schedule, and one takes long to find. A look ends before
+    that."""
     problem, floor = normalized_in_slices(layers=2, parts=2)
+    problem = problem.with_budget(floor)
     default = Schedule.store_all(problem.graph).order
+    orders = default[1:] + default[:1], default
     tried = []
 
     class Stuck:
@@ -181,18 +184,31 @@ def test_in_slices_the_order_that_goes_slice_by_slice_gets_most_steps(
             raise greedy.StuckError
 
     monkeypatch.setattr(greedy, "Eviction", Stuck)
-    orders = default[1:] + default[:1], default
-    asked = greedy.candidates(
-        problem.with_budget(floor), deadline=Deadline(float("inf")), max_steps=10**6, orders=orders
-    )
-    assert list(asked) == []
-    tried = tried[: 2 * len(greedy.SLICED_POLICIES)]
-    assert [way for *way, _ in tried] == [
-        [is_default, policy] for is_default in (True, False) for policy in greedy.SLICED_POLICIES
+    monkeypatch.setattr(greedy, "base_orders", lambda problem: orders)
+    assert greedy.look(problem, 1.0) is None
+    options, policies = greedy.OPTIONS, greedy.SLICED_POLICIES
+    assert tried == [
+        (is_default, policy, options.sliced_patience)
+        for is_default in (True, False)
+        for policy in policies
     ]
-    most, *fewer = (patience for _, _, patience in tried)
-    assert most == greedy.OPTIONS.sliced_patience
-    assert set(fewer) == {greedy.OPTIONS.sliced_later_patience}
+    looked, tried = tried, []
+    asked = greedy.candidates(problem, deadline=Deadline(float("inf")), max_steps=10**6)
+    assert list(asked) == []
+    last = True, policies[0], options.sliced_last_patience
+    assert tried[: len(looked) + 1] == [*looked, last]
+
+
+def test_a_look_finds_no_schedule_that_is_slower_than_it_may_be() -> None:
+    problem, floor = normalized_in_slices(layers=8, parts=8)
+    problem = problem.with_budget(int(0.9 * floor))
+    found = greedy.look(problem, float("inf"))
+    assert found is not None
+    validate(problem, Schedule(found))
+    seconds = simulate(problem, Schedule(found)).time_s
+    faster = greedy.look(problem, seconds)
+    assert faster is None or simulate(problem, Schedule(faster)).time_s < seconds
+    assert greedy.look(problem, problem.store_all_time_s) is None
 
 
 def test_of_sums_over_parts_of_the_batch_only_the_last_one_stays() -> None:
