@@ -24,7 +24,7 @@ import torch
 
 from keras_remat.backends.base import Whole
 from keras_remat.backends.slice_modes import MEAN, SAME, SUM, Mode
-from keras_remat.backends.torch import in_place, private
+from keras_remat.backends.torch import in_place, interrupts, private
 from keras_remat.backends.torch.program import CUDA_GRANULE, PURE, WRITE, Node, Program, Stored
 from keras_remat.backends.torch.recorder import Call, Layout, Ref
 from keras_remat.backends.torch.slice_analysis import Analysis, View
@@ -139,7 +139,7 @@ class _Writer:
         given, named = tuple(map(lies, args)), {k: lies(v) for k, v in kwargs.items()}
         key = operator, given, tuple(named.items())
         if key not in self._made:
-            with self._fake_mode:
+            with interrupts.put_off(), self._fake_mode:
                 made = operator(*map(_fake, given), **{k: _fake(v) for k, v in named.items()})
             results = made if isinstance(made, (list, tuple)) else (made,)
             self._made[key] = tuple(
