@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_remat.backends import interrupts
 from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
@@ -127,17 +128,18 @@ class Device:
                 self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
             )
         started = time.perf_counter()
-        try:
-            logs, new_state = step(state, batch)
-            if kept is not None or self.step_times.times_s is not None:
-                jax.block_until_ready((logs, new_state))
-        except BaseException:
-            if kept is not None:
-                self._restore(model, kept)
-            raise
-        if self.step_times.times_s is not None:
-            self.step_times.times_s.append(time.perf_counter() - started)
-        self._keep(model, new_state)
+        with interrupts.put_off():  # until what the step returns is kept
+            try:
+                logs, new_state = step(state, batch)
+                if kept is not None or self.step_times.times_s is not None:
+                    jax.block_until_ready((logs, new_state))
+            except BaseException:
+                if kept is not None:
+                    self._restore(model, kept)
+                raise
+            if self.step_times.times_s is not None:
+                self.step_times.times_s.append(time.perf_counter() - started)
+            self._keep(model, new_state)
         return logs
 
     def snapshot(self, model: Any) -> Callable[[], None]:

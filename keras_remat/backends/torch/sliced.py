@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from keras_remat.backends import interrupts
 from keras_remat.backends.base import Whole
 from keras_remat.backends.slice_modes import MEAN, SAME, SUM, Mode
-from keras_remat.backends.torch import in_place, interrupts, private
+from keras_remat.backends.torch import in_place, private
 from keras_remat.backends.torch.program import CUDA_GRANULE, PURE, WRITE, Node, Program, Stored
 from keras_remat.backends.torch.recorder import Call, Layout, Ref
 from keras_remat.backends.torch.slice_analysis import Analysis, View

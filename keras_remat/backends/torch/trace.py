@@ -27,7 +27,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_remat.backends import keras_private
+from keras_remat.backends import interrupts, keras_private
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.batches import check_dense, leaves_of
 from keras_remat.backends.memory import MemoryModel
@@ -36,7 +36,6 @@ from keras_remat.backends.torch import (
     convolutions,
     generator_states,
     in_place,
-    interrupts,
     private,
 )
 from keras_remat.backends.torch.accumulate import accumulated_train_step

@@ -1,6 +1,7 @@
 """Steps on the current state, guarded, and what they take."""
 
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -94,6 +95,20 @@ def test_a_guarded_step_that_fails_leaves_the_state_as_it_was():
         device.run(None, failing, None, NOTHING)
     np.testing.assert_array_equal(device.state[0][0], [0, 1, 2])
     assert int(device.state[1][0]) == 7
+
+
+def test_ctrl_c_in_a_step_comes_once_the_new_state_is_kept():
+    """The old one is consumed: dropped with the new one, all weights would be lost."""
+
+    def interrupted(state, batch):
+        signal.raise_signal(signal.SIGINT)
+        return None, ([state[0][0] + 1],)
+
+    device = Device()
+    device.state = ([jnp.zeros(2)],)
+    with pytest.raises(KeyboardInterrupt):
+        device.run(None, interrupted, None, NOTHING)
+    np.testing.assert_array_equal(device.state[0][0], [1, 1])
 
 
 def test_a_snapshot_guards_one_step_and_can_be_put_back_later():

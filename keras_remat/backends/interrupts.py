@@ -1,9 +1,13 @@
-"""Ctrl-C while a step is recorded.
+"""Ctrl-C where it must not come: it waits.
 
-PyTorch's C++ asks Python how each call of a recorded step is to be made, where no exception may
-pass: Ctrl-C at that moment ends the process, and with it what was trained so far (at 4 of 120
+*While PyTorch records a step*, its C++ asks Python how each call is to be made, where no exception
+may pass: Ctrl-C at that moment ends the process, and with it what was trained so far (at 4 of 120
 random moments of a small model's recording, PyTorch 2.13). Where a tensor is freed whose end is
-watched, Python drops it. So it waits until the step is recorded.
+watched, Python drops it.
+
+*While JAX runs a step*, the state is consumed. Python sees Ctrl-C when the call returns, and drops
+the new state with it: all weights were lost at 4 of 10 random moments of a small model's plan.
+Keras's own fit has lost them at 7 of 11 (JAX 0.10.2).
 """
 
 from __future__ import annotations
