@@ -108,7 +108,7 @@ def faults(module, imported):
                 yield f"{module} imports {name}: {apart}"
             elif backend and re.match(
                 r"keras_remat\.backends\.(?!"
-                r"(base|batches|example_batches|host|installed|keras_private|memory|micro_batches|processes|slice_modes|tables|versions)$"
+                r"(base|batches|example_batches|host|installed|interrupts|keras_private|memory|micro_batches|processes|slice_modes|tables|versions)$"
                 rf"|xla(\.|$)|{backend[1]}(\.|$))",
                 name,
             ):
