@@ -140,7 +140,7 @@ def _step(fit: FitState, mode: Mode, batch: Any, constraints: StepConstraints, t
 def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
     """Decides what follows for a shape, and does it; where that cannot be made, the next best."""
     fit, shape = tools.fit, tools.steps.shapes[key]
-    facts, failure, has_failed = facts_of(tools, shape, outcome), None, False
+    facts, failure = facts_of(tools, shape, outcome), None
     while True:
         move, phase = decide(facts)
         shape = shape.trying(move)
@@ -148,10 +148,9 @@ def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
             raise effects.refusal(tools, shape, outcome, failure)
         fit.record, failure = effects.make(tools, move, shape, outcome, phase)
         if failure is None:
-            if has_failed:
+            if facts.failed or move in effects.PLANNING:
                 gc.collect()  # as in _train_one
             return
-        has_failed = True
         facts, shape = facts.without(move), shape.without(move)
 
 

@@ -349,6 +349,9 @@ _DO: Mapping[Move, Callable[..., ShapeState]] = {
     Move.KEEP_SMALLEST: keep_smallest,
 }
 
+#: Moves that make a plan.
+PLANNING = frozenset({Move.PLAN, Move.REPLAN, Move.TIGHTEN, Move.LOWER_LIMIT, Move.SPLIT})
+
 
 def make(
     tools: Tools, move: Move, shape: ShapeState, outcome: Outcome, phase: Phase

@@ -10,6 +10,7 @@ not: nothing that it measures decides, except that it ran out of memory.
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -53,7 +54,10 @@ def arrived(tools: Tools, batch: Any, key: Signature, constraints: StepConstrain
     steps = tools.steps
     if key not in steps.shapes:
         with tools.fit.planning():
-            steps = steps.with_shape(_first_step(tools, batch, key, constraints))
+            shape = _first_step(tools, batch, key, constraints)
+            if isinstance(shape, PlannedShape):
+                gc.collect()  # errors on the way are in reference cycles that hold the batch
+        steps = steps.with_shape(shape)
     size, allow_over_limit = tools.fit.record.sizes.size, constraints.allow_over_limit
     steps = steps.after_batch(key, size, allow_over_limit=allow_over_limit)
     for shape in steps.recorded_beside(key):  # another shape's step ends it

@@ -44,6 +44,29 @@ def test_first_plan_gets_more_time_where_less_finds_none(monkeypatch):
     assert asked == [quick, quick, ("anneal", 4.0), ("anneal", 8.0)]
 
 
+@pytest.mark.parametrize("failures", [0, 1])
+def test_what_failed_on_the_way_to_a_first_plan_holds_no_batch(failures, monkeypatch):
+    """The next step would measure it, too."""
+    asked = []
+
+    def note(problem, budget, *given, **options):
+        asked.append(budget)
+        if len(asked) <= failures:
+            raise ScheduleNotFoundError(budget, problem.floor_bytes)
+
+    note_solves(monkeypatch, note)
+    trainer, _ = driven(FakeBackend(), options())
+    batches = [batch_of(0, SIZE)]
+    watch = weakref.ref(batches[0][0])
+    gc.disable()
+    try:
+        trainer.run(batches.pop())
+        assert watch() is None
+    finally:
+        gc.enable()
+    assert len(asked) == failures + 1
+
+
 @pytest.mark.parametrize("first_s", [10.0, 400.0])
 def test_set_up_improves_the_first_plan_for_a_bounded_time_that_is_told(monkeypatch, first_s):
     """Later plans are made from measured costs, and set-up is over."""

@@ -50,11 +50,13 @@ class Pool(NamedTuple):
             the last; by address.
         region_bytes: in all regions.
         seen_bytes: of free extents that were seen.
+        batch_bytes: of every array of the batch that lies elsewhere.
     """
 
     extents: tuple[Extent, ...]
     region_bytes: int
     seen_bytes: int
+    batch_bytes: tuple[int, ...] = ()
 
     def shows_more_than(self, other: Pool) -> bool:
         """Returns whether it shows the same regions, and more of what is free in them."""

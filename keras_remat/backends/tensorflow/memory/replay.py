@@ -68,6 +68,7 @@ class Replay:
             allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes)
             placed, waiting = _placed(allocator, pool, uses)
             self._variables |= placed
+            waiting.update(pool.batch_bytes)
         for nbytes in (uses.batch - waiting).elements():
             allocator.allocate(nbytes)
         self._base = resident_bytes - allocator.bytes_in_use

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +38,7 @@ class ReplayedMemory(SimulatedMemory):
 
     def __init__(self, *, smallest_bytes: int, region_bytes: int = 0, on_gpu: bool = False):
         super().__init__()
-        self.restores_after_plain = not on_gpu
+        self.restores_after_plain, self._on_gpu = not on_gpu, on_gpu
         self.smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
         self._pool: Pool | None = None
         self._uses: deque[Uses] = deque(maxlen=_REMEMBERED)  # of the problems asked for last
@@ -90,13 +90,25 @@ class ReplayedMemory(SimulatedMemory):
         fitting = 0 if problem.budget_bytes is None else problem.budget_bytes - spare_bytes
         return unordered_peak_bytes(self._uses_of(problem), at_once, ahead_bytes, fitting)
 
-    def find_pool(self, memory: Allocations) -> None:
+    def find_pool(self, memory: Allocations, problem: Problem) -> None:
         """Assumes that later steps start from the pool just recorded, and resets the calibration.
 
-        A recording that shows less of the same regions is ignored."""
+        A recording that shows less of the same regions is ignored. The batch of a recorded step is
+        in use until it ends. On a CPU it may have come before the recording: then it lies where no
+        step asked for anything, and the next one takes its place. On a GPU it is copied there
+        during the step.
+
+        Args:
+            memory: what the allocator was asked for, and given back, in the steps.
+            problem: of the recorded step.
+        """
         pool, before = recorded_pool(memory, self._region_bytes), self._pool
         if pool is None or (before and before.shows_more_than(pool)):
             return
+        if not self._on_gpu:
+            seen = Counter(extent.requested_bytes for extent in pool.extents)
+            elsewhere = self._uses_of(problem).batch - seen
+            pool = pool._replace(batch_bytes=tuple(elsewhere.elements()))
         self._pool = pool
         self._uses.clear()
         self.forget()

@@ -64,7 +64,7 @@ class _Recorder:
             raise TypeError(f"a recording is of steps in order, not of {type(lowered).__name__}")
         self.remark = profiling.blindness(recording)
         if self._memory is not None:
-            self._memory.find_pool(recording.allocations)
+            self._memory.find_pool(recording.allocations, lowered.problem)
         return profiling.measured_profile(lowered, recording, resident_bytes)
 
 

@@ -120,12 +120,12 @@ def test_a_recorded_pool_is_what_an_order_finds(shown):
     memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
     assert memory.peak_bytes(problem, order) == 13 * MIB
     shown += [pool_of(10, 32), pool_of(16, 32), None]
-    memory.find_pool([])
+    memory.find_pool([], problem)
     assert memory.peak_bytes(problem, order) == 15 * MIB
     assert memory.plain_step_peak_bytes(problem, order) == 13 * MIB
-    memory.find_pool([])
+    memory.find_pool([], problem)
     assert memory.peak_bytes(problem, order) == 11 * MIB
-    memory.find_pool([])
+    memory.find_pool([], problem)
     assert memory.peak_bytes(problem, order) == 11 * MIB, "one that shows nothing changes nothing"
 
 
@@ -136,8 +136,8 @@ def test_a_recording_that_shows_less_of_the_same_regions_is_not_believed(
     problem = problem_of([Op(0, "a", "a", (), (0,))], [6], (0,), resident_mib=5)
     memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
     shown += [pool_of(10, 32), pool_of(16, 32, region_mib=region_mib, seen_mib=20)]
-    memory.find_pool([])
-    memory.find_pool([])
+    memory.find_pool([], problem)
+    memory.find_pool([], problem)
     assert memory.peak_bytes(problem, order) == peak_mib * MIB
 
 
@@ -147,16 +147,30 @@ def test_what_was_learnt_of_another_pool_is_forgotten(shown):
     memory.observe(problem, order, 20 * MIB)
     assert memory.peak_bytes(problem, order) == 20 * MIB
     shown += [pool_of(10, 32)]
-    memory.find_pool([])
+    memory.find_pool([], problem)
     assert memory.peak_bytes(problem, order) == 15 * MIB
 
 
-def test_the_batch_lies_in_the_pool_and_is_among_the_resident_bytes(shown):
-    """3 MiB of it take the chunk of 4, so that the value gets a part of the large one."""
+@pytest.mark.parametrize(("on_gpu", "peak_mib"), [(False, 10), (True, 9)])
+def test_a_batch_that_came_before_the_recording_lies_elsewhere(shown, on_gpu, peak_mib):
+    """The value of 4 MiB gets the whole chunk of 5. On a GPU the batch's 3 are copied there first,
+    and the value gets a part of the large one."""
     problem = problem_of([Op(0, "a", "a", (0,), (1,))], [3, 4], (1,), resident_mib=5)
+    memory, order = ReplayedMemory(smallest_bytes=0, on_gpu=on_gpu), Schedule((0,))
+    shown += [pool_of(5, 32)]
+    memory.find_pool([], problem)
+    assert memory.peak_bytes(problem, order) == peak_mib * MIB
+
+
+def test_a_batch_of_another_size_lies_in_the_pool_and_is_among_the_resident_bytes(shown):
+    """3 MiB of it take the chunk of 4, so that the value gets a part of the large one."""
+    recorded, problem = (
+        problem_of([Op(0, "a", "a", (0,), (1,))], [batch_mib, 4], (1,), resident_mib=5)
+        for batch_mib in (2, 3)
+    )
     memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
     shown += [pool_of(4, 32)]
-    memory.find_pool([])
+    memory.find_pool([], recorded)
     assert memory.peak_bytes(problem, order) == 9 * MIB
 
 
@@ -165,7 +179,7 @@ def test_batches_that_wait_keep_their_chunks(shown):
     problem = problem_of([Op(0, "a", "a", (0,), (1,))], [3, 2.5], (1,), resident_mib=6)
     memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
     shown += [pool_of(32, in_use_mib=(3, 3, 2), region_mib=40)]
-    memory.find_pool([])
+    memory.find_pool([], problem)
     assert memory.peak_bytes(problem, order) == int(8.5 * MIB)
 
 
@@ -179,7 +193,7 @@ def test_chunks_in_use_are_those_of_variables_that_are_assigned_or_free(shown):
     problem = problem_of(ops, [3, 5], (1,), resident_mib=3)
     memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0, 1, 2))
     shown += [pool_of(6, in_use_mib=(3, 5), region_mib=14)]
-    memory.find_pool([])
+    memory.find_pool([], problem)
     uses = memory._uses_of(problem)
     assert uses.assigned == [("assign", 3 * MIB)]
     # the new value takes the 5 MiB that the batch left, and the value behind it all of the 6
