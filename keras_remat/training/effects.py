@@ -350,7 +350,9 @@ _DO: Mapping[Move, Callable[..., ShapeState]] = {
 }
 
 #: Moves that make a plan.
-PLANNING = frozenset({Move.PLAN, Move.REPLAN, Move.TIGHTEN, Move.LOWER_LIMIT, Move.SPLIT})
+PLANNING = frozenset(
+    {Move.PLAN, Move.PROFILE, Move.REPLAN, Move.TIGHTEN, Move.LOWER_LIMIT, Move.SPLIT}
+)
 
 
 def make(

@@ -32,12 +32,7 @@ from keras_remat.backends.base import TracedStep
 from keras_remat.backends.batches import check_dense, leaves_of
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.micro_batches import watched_micro_batches
-from keras_remat.backends.torch import (
-    convolutions,
-    generator_states,
-    in_place,
-    private,
-)
+from keras_remat.backends.torch import convolutions, generator_states, in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
 from keras_remat.backends.torch.held import attributes_kept, optimizers_of, settings_held

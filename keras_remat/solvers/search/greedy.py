@@ -113,7 +113,7 @@ def look(problem: Problem, below_s: float) -> tuple[int, ...] | None:
 
     Args:
         problem: with a budget.
-        below_s: a slower one will not do.
+        below_s: one that recomputes and is slower will not do.
     """
     orders, budget = base_orders(problem), problem.budget_bytes
     fitting = _fitting(problem, orders)
