@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,8 +53,23 @@ def reusable(program: Program, node: Node) -> tuple[int, ...]:
         and program.stored[value].nbytes == program.stored[returned[1]].nbytes
         and sum(read == value for read in node.reads.values()) == 1
         and _times_given(arguments, node.call.kwargs, given) == 1
+        and not _lies_as_others_do(program, node, returned[0])
     )
     return (value,) if is_its_own else ()
+
+
+def _lies_as_others_do(program: Program, node: Node, returned: int) -> bool:
+    """Returns whether what an op returns is a vector that lies in a matrix, as a row or a column,
+    and is computed from several.
+
+    In which strides it lies nobody knows: fake tensors and real ones differ in those of an axis of
+    one place, and a result has those of one argument or of another. A matrix product that reads it
+    rounds by them.
+    """
+    shape = program.layouts[returned].shape
+    if len(shape) < 2 or math.prod(shape) != max(shape):
+        return False
+    return sum(program.layouts[number].shape == shape for number in node.reads) > 1
 
 
 def _times_given(args: Any, kwargs: Any, number: int) -> int:
