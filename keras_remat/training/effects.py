@@ -26,6 +26,7 @@ from keras_remat.training.decide import Move, Phase, Recorded
 from keras_remat.training.record import FitRecord
 from keras_remat.training.shape_state import (
     Costs,
+    OverLimit,
     PlainShape,
     PlannedShape,
     Recording,
@@ -220,7 +221,7 @@ def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -
     _observe(tools, shape)
     needed = tools.costs.predict(costs.problem, shape.schedule).peak_bytes
     shape = shape.with_over_limit()
-    orders = {other.schedule for other in shape.over_limit if isinstance(other, PlannedShape)}
+    orders = {seen.plan.solution.schedule for seen in shape.over_limit if seen.plan is not None}
     with tools.fit.progress("solving for the schedule"):
         found, costs = tighter(tools, shape, needed, orders)
     misses = not limit.holds(found.predicted.peak_bytes)
@@ -253,8 +254,17 @@ def try_plain(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase)
 
 def keep_smallest(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
     """Goes on with the step that measured least of those over the limit."""
-    measured = [other for other in (*shape.over_limit, shape) if other.steps]
-    kept = min(measured, key=lambda other: other.peak_bytes)
+    least = min(
+        (seen for seen in shape.over_limit if seen.steps),
+        key=lambda seen: seen.peak_bytes,
+        default=None,
+    )
+    kept = shape
+    if least is not None and (not shape.steps or least.peak_bytes <= shape.peak_bytes):
+        kept = replace(_built_again(tools, shape, least, phase), steps=least.steps)
+    elif isinstance(shape, Recording | Solving):
+        plainer = shape.planned(shape.run, shape.costs, shape.plan, phase)
+        kept = replace(plainer, called=True, steps=shape.steps)
     goes_on = shape.constraints.allow_over_limit
     news = tell.stays_over(
         shape.batch_size,
@@ -264,10 +274,14 @@ def keep_smallest(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phas
         goes_on=goes_on,
     )
     (tools.fit.warn if goes_on else tools.fit.event)(*news)
-    if isinstance(kept, Recording | Solving):
-        plainer = kept.planned(kept.run, kept.costs, kept.plan, phase)
-        kept = replace(plainer, called=True, steps=kept.steps)
-    return finish(tools, replace(kept, tries=shape.tries), outcome, phase)
+    return finish(tools, kept, outcome, phase)
+
+
+def _built_again(tools: Tools, shape: ShapeState, seen: OverLimit, phase: Phase) -> ShapeState:
+    """Returns the record of a step that is known to be over the limit."""
+    if seen.plan is None:
+        return shape.plainly(tools.fit.installed.run_plain, seen.costs, phase)
+    return tools.plans.lowered(shape, seen.costs, seen.plan, phase)
 
 
 def finish(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from keras_remat.training.decide import Facts, Phase, Recorded
 from keras_remat.training.shape_state import (
-    PlainShape,
     PlannedShape,
     Recording,
     ShapeState,
@@ -65,14 +64,13 @@ def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
     predicted, it does not take much more than what measured least."""
     if not isinstance(shape, PlannedShape) or not tools.is_over(shape):
         return False
-    tried = (*shape.over_limit, shape)
-    is_measured = shape.tries.plain_tried or any(isinstance(one, PlainShape) for one in tried)
+    is_measured = shape.tries.plain_tried or any(seen.plan is None for seen in shape.over_limit)
     if not tools.mode.plain_may_run:  # another mode may have measured it
         is_measured |= tools.fit.record.baseline.source == "measured"
     is_whole = shape.costs.micro_batches == tools.mode.micro_batches == 1
     if is_measured or not is_whole or shape.constraints.require_planned:
         return False
-    least_bytes = min(one.peak_bytes for one in tried)
+    least_bytes = min([shape.peak_bytes, *(seen.peak_bytes for seen in shape.over_limit)])
     return tools.costs.plain_peak_bytes(shape.costs) <= _PLAIN_OFF * least_bytes
 
 

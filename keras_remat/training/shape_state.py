@@ -160,6 +160,27 @@ class PriorPlans:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverLimit:
+    """Says what a step measured that was over the limit.
+
+    The step is not held, because its large constants stay in use: the steps of a ConvLSTM's plans
+    have 8 MiB each.
+
+    Args:
+        plan: ``None`` of Keras's own step.
+    """
+
+    costs: Costs
+    plan: Plan | None
+    steps: tuple[Usage, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Returns the largest peak of :attr:`steps`; 0 where there is none."""
+        return max((step.peak_bytes for step in self.steps), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShapeState:
     """Says how batches of one shape are trained: by Keras's own step, which was not traced for it.
 
@@ -168,7 +189,7 @@ class ShapeState:
         steps: what the later calls in this phase measured; where the phase may be long, the last
             one.
         resident_bytes: the most in use between two of its steps.
-        over_limit: the records of steps that measured over the limit.
+        over_limit: what is known of steps that measured over the limit.
     """
 
     signature: Signature
@@ -181,7 +202,7 @@ class ShapeState:
     called: bool = False
     steps: tuple[Usage, ...] = ()
     resident_bytes: int = 0
-    over_limit: tuple[TracedShape, ...] = ()
+    over_limit: tuple[OverLimit, ...] = ()
 
     @property
     def measured(self) -> Usage:
@@ -236,7 +257,9 @@ class TracedShape(ShapeState):
 
     def with_over_limit(self) -> Self:
         """Returns the record with this step as the last of those that measured over the limit."""
-        return replace(self, over_limit=(*self.over_limit, replace(self, over_limit=())))
+        plan = self.plan if isinstance(self, PlannedShape) else None
+        seen = OverLimit(costs=self.costs, plan=plan, steps=self.steps)
+        return replace(self, over_limit=(*self.over_limit, seen))
 
 
 class PlainShape(TracedShape):

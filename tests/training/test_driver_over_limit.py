@@ -150,8 +150,8 @@ def test_where_measured_costs_have_no_plan_the_solver_is_not_asked_again(monkeyp
     assert solvers == ["greedy_first", "greedy"]  # the first plan, and the one from what it shows
 
 
-def test_tightening_ends_and_the_plan_that_measured_least_stays():
-    """The device takes the more above the limit the more is recomputed."""
+def taking_more_for_recomputation():
+    """A device that takes the more above the limit the more is recomputed."""
     backend = FakeBackend()
 
     def surplus(what, size):
@@ -160,6 +160,11 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays():
         return TIGHT + len(what.recomputed) - backend.predicted(chain_problem(size), what)
 
     backend.surplus_bytes = surplus
+    return backend
+
+
+def test_tightening_ends_and_the_plan_that_measured_least_stays():
+    backend = taking_more_for_recomputation()
     trainer, report = driven(backend, options())
     batches = [batch_of(step * SIZE, SIZE) for step in range(30)]
     watches = [weakref.ref(batch[0]) for batch in batches]
@@ -182,6 +187,25 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays():
     assert trainer.plan.measured.peak_bytes == TIGHT + min(ran)
     assert len(backend.ran[-1][0].recomputed) == min(ran)
     assert "STILL OVER" in report.events[-1].message
+
+
+def test_of_the_steps_that_were_tried_only_the_one_that_runs_is_held():
+    """Their large constants would stay in use."""
+    backend, watches, held = taking_more_for_recomputation(), [], []
+
+    def lower(*asked):
+        gc.collect()
+        held.append(sum(watch() is not None for watch in watches))
+        run = FakeBackend.lower(backend, *asked)
+        watches.append(weakref.ref(run))
+        return run
+
+    backend.lower = lower
+    trainer, _ = driven(backend, options())
+    with pytest.warns(UserWarning, match="over the limit"):
+        train(trainer, 30)
+    assert len(held) > 2
+    assert max(held) == 1
 
 
 @pytest.mark.parametrize(
