@@ -135,6 +135,15 @@ class MemoryModel(Protocol):
         itself."""
         return None
 
+    def look(self, problem: Problem, most_bytes: int) -> None:
+        """Looks at what is free before a first plan, where that is seen without a step.
+
+        Args:
+            problem: that is planned for; its batch has come.
+            most_bytes: what may be in use meanwhile.
+        """
+        return
+
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from what a schedule measured."""
 

@@ -100,7 +100,9 @@ def _first_step(
         if tools.plain_fits(peak):
             return shape.plainly(fit.installed.run_plain, costs, Phase.PLAIN)
         fit.event(*tell.plain_risks(size, peak, fit.limit))
-    plan, costs, phase = plans.find(shape, tools.costs.put_back(costs), batch, known)
+    costs = tools.costs.put_back(costs)
+    tools.backend.memory.look(costs.problem, fit.limit.usable_bytes)
+    plan, costs, phase = plans.find(shape, costs, batch, known)
     return plans.lowered(shape, costs, plan, phase)
 
 

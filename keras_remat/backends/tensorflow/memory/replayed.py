@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_remat.backends.memory import SimulatedMemory
@@ -32,20 +32,31 @@ class ReplayedMemory(SimulatedMemory):
             pool, in chunks of up to twice their size (of VGG19's 180 MiB made 237), until they are
             put back (:mod:`keras_remat.backends.tensorflow.memory.variables`); planned steps leave
             them where they are.
+        see: returns what the allocator was asked for, and given back, while all that is free was
+            asked for, up to so many bytes in use; ``None`` where that is not done.
     """
 
     order_matters = True
 
-    def __init__(self, *, smallest_bytes: int, region_bytes: int = 0, on_gpu: bool = False):
+    def __init__(
+        self,
+        *,
+        smallest_bytes: int,
+        region_bytes: int = 0,
+        on_gpu: bool = False,
+        see: Callable[[int], Allocations] | None = None,
+    ):
         super().__init__()
         self.restores_after_plain, self._on_gpu = not on_gpu, on_gpu
+        self._see = see
         self.smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
         self._pool: Pool | None = None
+        self._is_recorded = False  # by steps
         self._uses: deque[Uses] = deque(maxlen=_REMEMBERED)  # of the problems asked for last
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what another process gets: not what is remembered."""
-        return self.__dict__ | {"_uses": deque(maxlen=_REMEMBERED)}
+        """Returns what another process gets: not what is remembered, and no device."""
+        return self.__dict__ | {"_uses": deque(maxlen=_REMEMBERED), "_see": None}
 
     def uncalibrated_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the replayed peak, resident bytes included."""
@@ -103,8 +114,20 @@ class ReplayedMemory(SimulatedMemory):
             problem: of the recorded step.
         """
         pool, before = recorded_pool(memory, self._region_bytes), self._pool
-        if pool is None or (before and before.shows_more_than(pool)):
+        if pool is None or (before and self._is_recorded and before.shows_more_than(pool)):
             return
+        self._is_recorded = True
+        self._start_from(pool, problem)
+
+    def look(self, problem: Problem, most_bytes: int) -> None:
+        """Sees the pool, until steps have been recorded."""
+        if self._see is None or self._is_recorded:
+            return
+        pool = recorded_pool(self._see(most_bytes))
+        if pool is not None:
+            self._start_from(pool, problem)
+
+    def _start_from(self, pool: Pool, problem: Problem) -> None:
         if not self._on_gpu:
             seen = Counter(extent.requested_bytes for extent in pool.extents)
             elsewhere = self._uses_of(problem).batch - seen

@@ -4,7 +4,7 @@ CPU too."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import keras
@@ -24,6 +24,7 @@ from keras_remat.backends.tensorflow.memory import (
     measure,
     variables,
 )
+from keras_remat.backends.tensorflow.memory.look import seen_allocations
 from keras_remat.backends.tensorflow.memory.replayed import ReplayedMemory
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.ordered import profile as profiling
@@ -186,10 +187,14 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
     """Returns the memory model of the device's allocator, which is probed, not assumed."""
     if device.allocator not in ("bfc", "onednn"):
         return SimulatedMemory()
+    smallest_bytes = smallest_counted_bytes(device)
+    # of a GPU's one region nearly all is free in one piece, which is what is assumed
+    is_seen = not on_gpu() and not device.is_shared
     return ReplayedMemory(
-        smallest_bytes=smallest_counted_bytes(device),
+        smallest_bytes=smallest_bytes,
         region_bytes=device.region_bytes(),
         on_gpu=on_gpu(),
+        see=partial(seen_allocations, smallest_bytes=smallest_bytes) if is_seen else None,
     )
 
 
