@@ -119,6 +119,12 @@ class TracedStep:
         """Returns which ops of the whole step run in slices; ``None`` where this one is whole."""
         return None if self.whole is None else self.whole.sliced.slicing
 
+    @property
+    def held_bytes(self) -> Sequence[int]:
+        """Returns the bytes of every large constant that stays in use once the step has run; empty
+        where nobody knows of one."""
+        return ()
+
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
         """Returns what Keras's own step is predicted to need, resident bytes included; a backend
         whose traced step differs from Keras's own has a rule of its own."""

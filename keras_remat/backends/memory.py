@@ -15,7 +15,7 @@ bytes alive are all that is known (:class:`SimulatedMemory`). All three learn by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -135,11 +135,12 @@ class MemoryModel(Protocol):
         itself."""
         return None
 
-    def look(self, problem: Problem, most_bytes: int) -> None:
+    def look(self, problem: Problem, held_bytes: Sequence[int], most_bytes: int) -> None:
         """Looks at what is free before a first plan, where that is seen without a step.
 
         Args:
             problem: that is planned for; its batch has come.
+            held_bytes: of what the step will keep in use, each.
             most_bytes: what may be in use meanwhile.
         """
         return

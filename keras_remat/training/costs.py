@@ -94,9 +94,21 @@ class StepCosts:
             return costs
         self._backend.snapshot(self._fit.model)()
         self._put_back_at = self._fit.steps_run
-        in_use = self._backend.device.in_use_bytes()
-        profile = replace(costs.problem.profile, resident_bytes=in_use)
+        resident = self._backend.device.in_use_bytes() + sum(costs.traced.held_bytes)
+        profile = replace(costs.problem.profile, resident_bytes=resident)
         return replace(costs, problem=replace(costs.problem, profile=profile))
+
+    def headroom_bytes(self, problem: Problem, shorter: int = 0, *, is_final: bool = False) -> int:
+        """Returns what a plan leaves free of the limit, if it can: for batches that are longer, and
+        while costs are estimated.
+
+        Args:
+            shorter: how many plans there are for shorter batches.
+            is_final: whether the plan is for good, whatever its costs are.
+        """
+        is_unmeasured = not is_final and problem.profile.source == "estimated"
+        most_bytes = self._fit.limit.usable_bytes - problem.profile.resident_bytes
+        return most_bytes - int(most_bytes / ROOM ** max(shorter, is_unmeasured))
 
     def trace_as_asked(self, batch: Any, known: PriorPlans, micro_batches: int) -> Costs:
         """Traces the step of a batch that is asked for in micro-batches: in slices, with the

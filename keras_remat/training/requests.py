@@ -39,7 +39,7 @@ from keras_remat.planning.request import PlanRequest, plan_by, plan_for
 from keras_remat.planning.slicing import in_slices_of, plan_in_slices, told_whole
 from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
-from keras_remat.training.costs import ROOM, StepCosts
+from keras_remat.training.costs import StepCosts
 from keras_remat.training.decide import MICRO_BATCHES, Phase
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import Costs, PlannedShape, PriorPlans, ShapeState
@@ -105,17 +105,12 @@ class PlanRequests:
             for plan, _, phase in known.plans
             if known.is_family and (phase is Phase.VERIFY or not is_final)
         }
-        resident, usable = problem.profile.resident_bytes, self._fit.limit.usable_bytes
-        is_unmeasured = not is_final and problem.profile.source == "estimated"
-        within = resident + int((usable - resident) / ROOM ** max(len(orders), is_unmeasured))
         return self.request(
-            problem,
-            shape.batch_size,
+            problem, shape.batch_size,
             seconds=min(seconds, most_s) if is_final else seconds,
-            is_quick=not is_final,
-            headroom_bytes=usable - within,
-            known=running,
-        )
+            is_quick=not is_final, known=running,
+            headroom_bytes=self._costs.headroom_bytes(problem, len(orders), is_final=is_final),
+        )  # fmt: skip
 
     def not_found(self, problem: Problem, peak_bytes: int | None = None) -> ScheduleNotFoundError:
         """Returns the error that every schedule that was tried takes too much; ``peak_bytes`` is
@@ -259,7 +254,10 @@ class PlanRequests:
         if not costs.is_whole or costs.traced.slicer is None or not may_miss:
             raise error
         is_quick = self._backend.measures_op_times  # else it is the last one, too
-        request = self.request(costs.problem, shape.batch_size, limit=limit, is_quick=is_quick)
+        request = self.request(
+            costs.problem, shape.batch_size, limit=limit, is_quick=is_quick,
+            headroom_bytes=self._costs.headroom_bytes(costs.problem),
+        )  # fmt: skip
         # all ways to slice the step share what one plan may take
         request = replace(request, clock_s=min(request.clock_s, request.seconds))
         with self._fit.progress("plan with some ops in slices"):

@@ -101,7 +101,7 @@ def _first_step(
             return shape.plainly(fit.installed.run_plain, costs, Phase.PLAIN)
         fit.event(*tell.plain_risks(size, peak, fit.limit))
     costs = tools.costs.put_back(costs)
-    tools.backend.memory.look(costs.problem, fit.limit.usable_bytes)
+    tools.backend.memory.look(costs.problem, costs.traced.held_bytes, fit.limit.usable_bytes)
     plan, costs, phase = plans.find(shape, costs, batch, known)
     return plans.lowered(shape, costs, plan, phase)
 

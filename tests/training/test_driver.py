@@ -8,6 +8,7 @@ import pytest
 from fake_backend import (
     RESIDENT_BYTES,
     FakeBackend,
+    FakeStep,
     batch_of,
     chain_problem,
     event_kinds,
@@ -105,6 +106,36 @@ def test_a_plan_after_a_plain_step_over_the_limit_is_for_variables_that_were_put
     assert gathered == [first]
     problem, _ = trainer.reference_costs(batch_of(0, SIZE))
     assert problem.profile.resident_bytes == 2 * RESIDENT_BYTES
+
+
+@pytest.mark.parametrize("begins_plainly", [False, True])
+def test_the_pool_is_looked_at_before_a_first_plan(begins_plainly):
+    """It is seen as the first planned step finds it, up to the limit."""
+    backend, gathered = gathering()
+    looks = []
+    backend.memory.look = lambda *asked: looks.append((asked, len(backend.ran), len(gathered)))
+    limit = PLAIN if begins_plainly else TIGHT
+    if begins_plainly:
+        backend.memory.order_matters = False
+        backend.surplus_bytes = lambda what, size: what == "plain"
+    trainer, _ = driven(backend, options(limit=limit))
+    train(trainer, 4)
+    problem, _ = trainer.reference_costs(batch_of(0, SIZE))
+    ((asked, steps, put_back),) = looks
+    assert asked[0].graph == problem.graph
+    assert asked[1:] == ((), limit)
+    assert steps == backend.kinds.index("remat")
+    assert put_back == 1
+
+
+def test_what_a_step_will_hold_is_counted_before_it_does(monkeypatch):
+    monkeypatch.setattr(FakeStep, "held_bytes", (30, 12))
+    backend, _ = gathering()
+    backend.device.in_use_bytes = lambda: RESIDENT_BYTES
+    trainer, _ = driven(backend, options())
+    train(trainer, 1)
+    problem, _ = trainer.reference_costs(batch_of(0, SIZE))
+    assert problem.profile.resident_bytes == RESIDENT_BYTES + 42
 
 
 @pytest.mark.parametrize("order_matters", [True, False])

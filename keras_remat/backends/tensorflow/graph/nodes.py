@@ -6,6 +6,7 @@ An input is ``"node"`` or ``"node:1"``, a tensor, or ``"^node"``, a control edge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import tensorflow as tf
@@ -71,6 +72,14 @@ def called_functions(node: Any) -> list[str]:
     """Returns the names of the functions that a node's attributes name."""
     attributes = node.attr.values()
     return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]
+
+
+def constant_bytes(node: Any) -> int:
+    """Returns the bytes of a constant's value."""
+    written = node.attr["value"].tensor
+    size: int = tf.dtypes.as_dtype(written.dtype).size
+    elements: int = prod(dim.size for dim in written.tensor_shape.dim)
+    return size * elements
 
 
 def is_compiled(node: Any) -> bool:

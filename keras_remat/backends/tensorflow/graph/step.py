@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from keras_remat.backends.host import cores
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import called_functions, constant_bytes
 from keras_remat.backends.tensorflow.graph.run_alone import (
     compiled_scratch_bytes,
     one_sample_scratch_bytes,
@@ -21,6 +22,10 @@ from keras_remat.backends.tensorflow.graph.run_alone import (
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
+from keras_remat.units import KIB
+
+#: Bytes of a constant that counts: what is smaller, oneDNN's allocator leaves out.
+_LARGE_BYTES = 256 * KIB
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,21 @@ class TensorFlowStep(TracedStep):
     divisions: Mapping[str, tuple[Any, Any]]
     replicas: tuple[Replica, ...]
     variables: TouchedVariables
+
+    @cached_property
+    def held_bytes(self) -> Sequence[int]:
+        """Returns the bytes of the large constants of the graph, and of every call of a function,
+        also in the body of a loop; see :class:`~keras_remat.backends.base.TracedStep`."""
+        functions = {function.signature.name: function for function in self.library.function}
+
+        def of(nodes: Iterable[Any]) -> Iterator[int]:
+            for node in nodes:
+                if node.op == "Const":
+                    yield constant_bytes(node)
+                for name in called_functions(node):
+                    yield from of(functions[name].node_def)
+
+        return tuple(nbytes for nbytes in of(self.nodes.values()) if nbytes >= _LARGE_BYTES)
 
     @cached_property
     def plain_surplus_bytes(self) -> int:

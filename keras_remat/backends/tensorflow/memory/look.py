@@ -1,7 +1,7 @@
 """Looks at the pool before a first plan: what is free is asked for, piece by piece, and given back,
 while TensorFlow's profiler writes down where each piece lies.
 
-Nothing is written to the pieces, so nothing comes to be resident that was not. The regions that the
+Nothing is written to the pieces, so no memory of the system's is used up. The regions that the
 allocator adds for them are those that a step of as many bytes would have it add: a piece is never
 larger than the region that comes next. It takes 0.03 s.
 
@@ -12,54 +12,62 @@ seen, it took 112 and 115.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import repeat
 
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
 from keras_remat.backends.tensorflow.profiler.events import Allocations
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder
-from keras_remat.units import MIB
+from keras_remat.units import KIB
 
-#: The first region that the CPU's allocator adds, and how many pieces are of one size: more than
-#: half of all regions are in use then, and the next one is as large as all of them.
-_FIRST_BYTES, _OF_ONE_SIZE = 2 * MIB, 32
+#: Bytes of a first piece at least, and how many pieces have one size: each takes from the smallest
+#: free chunk that will do, and the last piece that a chunk has room for gets all of its rest. So
+#: chunks are seen whole, small ones first.
+_FIRST_BYTES, _OF_ONE_SIZE = 16 * KIB, 64
 
 
-def seen_allocations(most_bytes: int, smallest_bytes: int) -> Allocations:
+def seen_allocations(
+    held_bytes: Sequence[int], most_bytes: int, smallest_bytes: int
+) -> Allocations:
     """Returns what the allocator was asked for, and given back; empty where the user's own profiler
     runs.
 
     Args:
+        held_bytes: of what will be asked for before a step, and not be given back, each.
         most_bytes: what may be in use meanwhile.
-        smallest_bytes: of a piece.
+        smallest_bytes: of a piece, at least.
     """
-    recorder, held = Recorder(), list[tf.Tensor]()
+    recorder = Recorder()
+    held = _taken(held_bytes, most_bytes)
     if not recorder.start():
         return []
     try:
-        for nbytes in _pieces(most_bytes, smallest_bytes):
-            held.append(tf.raw_ops.Empty(shape=[nbytes], dtype=tf.uint8))
-    except tf.errors.ResourceExhaustedError:
-        pass  # it has less, and was seen whole
+        pieces = _taken(_sizes(smallest_bytes), most_bytes)
+        del pieces[::2]  # the profiler tells nothing of free bytes that are all in one chunk
+        pieces.clear()
     finally:
-        del held[::2]  # the profiler tells nothing of free bytes that are all in one chunk
-        held.clear()
         recording = recorder.stop()
+        held.clear()
     return recording.allocations
 
 
-def _pieces(most_bytes: int, smallest_bytes: int) -> Iterator[int]:
-    """Yields the bytes of pieces, each of which has to be asked for: larger and larger ones, and
-    then ever smaller ones, until as much is in use as may be."""
-    nbytes, count = _FIRST_BYTES, 0
-    while bytes_in_use() + nbytes <= most_bytes:
-        yield nbytes
-        count += 1
-        if count % _OF_ONE_SIZE == 0:
-            nbytes *= 2
-    while nbytes >= max(1, smallest_bytes):
-        if bytes_in_use() + nbytes <= most_bytes:
-            yield nbytes
-        else:
-            nbytes //= 2
+def _sizes(smallest_bytes: int) -> Iterator[int]:
+    """Yields the bytes of pieces, larger and larger ones."""
+    nbytes = max(_FIRST_BYTES, smallest_bytes)
+    while True:
+        yield from repeat(nbytes, _OF_ONE_SIZE)
+        nbytes *= 2
+
+
+def _taken(sizes: Iterable[int], most_bytes: int) -> list[tf.Tensor]:
+    """Returns what the allocator hands out for requests, up to so many bytes in use."""
+    taken: list[tf.Tensor] = []
+    with suppress(tf.errors.ResourceExhaustedError):  # it has less
+        for nbytes in sizes:
+            if bytes_in_use() + nbytes > most_bytes:
+                break
+            taken.append(tf.raw_ops.Empty(shape=[nbytes], dtype=tf.uint8))
+    return taken

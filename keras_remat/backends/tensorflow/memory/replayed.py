@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_remat.backends.memory import SimulatedMemory
@@ -32,8 +32,7 @@ class ReplayedMemory(SimulatedMemory):
             pool, in chunks of up to twice their size (of VGG19's 180 MiB made 237), until they are
             put back (:mod:`keras_remat.backends.tensorflow.memory.variables`); planned steps leave
             them where they are.
-        see: returns what the allocator was asked for, and given back, while all that is free was
-            asked for, up to so many bytes in use; ``None`` where that is not done.
+        see: shows what is free (:func:`.look.seen_allocations`); ``None`` where that is not done.
     """
 
     order_matters = True
@@ -44,7 +43,7 @@ class ReplayedMemory(SimulatedMemory):
         smallest_bytes: int,
         region_bytes: int = 0,
         on_gpu: bool = False,
-        see: Callable[[int], Allocations] | None = None,
+        see: Callable[[Sequence[int], int], Allocations] | None = None,
     ):
         super().__init__()
         self.restores_after_plain, self._on_gpu = not on_gpu, on_gpu
@@ -119,11 +118,11 @@ class ReplayedMemory(SimulatedMemory):
         self._is_recorded = True
         self._start_from(pool, problem)
 
-    def look(self, problem: Problem, most_bytes: int) -> None:
+    def look(self, problem: Problem, held_bytes: Sequence[int], most_bytes: int) -> None:
         """Sees the pool, until steps have been recorded."""
         if self._see is None or self._is_recorded:
             return
-        pool = recorded_pool(self._see(most_bytes))
+        pool = recorded_pool(self._see(held_bytes, most_bytes))
         if pool is not None:
             self._start_from(pool, problem)
 

@@ -3,9 +3,11 @@ CPU too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import keras
 import tensorflow as tf
@@ -85,6 +87,8 @@ class TensorFlowBackend:
         # what the traced steps touch, by the id of its handle, and the ids of what they may write
         self._touched: dict[int, Any] = {}
         self._written: set[int] = set()
+        # large constants of lowered steps, for as long as one of those holds them
+        self._constants: MutableMapping[bytes, tf.Tensor] = WeakValueDictionary()
 
     @property
     def batch_multiple(self) -> int:
@@ -143,7 +147,9 @@ class TensorFlowBackend:
         return tracing.trace(model, batch, micro_batches, smallest_counted_bytes(self.device))
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
-        return profiling.estimated_profile(traced, resident_bytes)
+        profile = profiling.estimated_profile(traced, resident_bytes)
+        resident_bytes = profile.resident_bytes + sum(traced.held_bytes)
+        return replace(profile, resident_bytes=resident_bytes)
 
     def recorder(self) -> ProfileRecorder:
         memory = None if self.device.is_shared else self.memory
@@ -157,7 +163,10 @@ class TensorFlowBackend:
         writing: Writing | None = None,
     ) -> RunStep:
         any_size = self._installed is not None and self._installed.any_size
-        return LoweredStep(traced, problem, schedule, ordering.SMALL_BYTES, any_size=any_size)
+        return LoweredStep(
+            traced, problem, schedule, ordering.SMALL_BYTES,
+            any_size=any_size, constants=self._constants,
+        )  # fmt: skip
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
         return measure.measure(run, wait=wait, device=self.device)

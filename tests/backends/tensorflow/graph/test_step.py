@@ -4,6 +4,7 @@ of them."""
 from dataclasses import replace
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -47,6 +48,27 @@ def test_what_no_op_holds_is_added(step, least, surplus):
     vars(traced).update(plain_least_bytes=least, plain_surplus_bytes=surplus)  # both are cached
     needed = traced.plain_peak_bytes(problem, SimulatedMemory()) - problem.profile.resident_bytes
     assert needed == max(activations, least) + surplus
+
+
+class Shift(layers.Layer):
+    """Adds constants of 1 MiB and of 1 KiB, the large one in every round of a loop."""
+
+    def call(self, x):
+        large, small = np.arange(2**18, dtype="float32"), np.arange(2**8, dtype="float32")
+        x = tf.while_loop(lambda k, x: k < 3, lambda k, x: (k + 1, x + large), (0, x))[1]
+        return x + keras.ops.mean(large + x) + keras.ops.mean(small)
+
+
+def test_large_constants_are_held_also_those_of_loops():
+    model = keras.Sequential([layers.Input((2**18,)), Shift(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    one = backend()
+    traced = one.trace(model, (tf.zeros((2, 2**18)), tf.zeros((2, 1))))
+    held_bytes = traced.held_bytes
+    assert len(held_bytes) >= 2
+    assert set(held_bytes) == {2**20}
+    counted = one.estimated_profile(traced, 100).resident_bytes
+    assert counted == 100 + sum(held_bytes)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_what_was_measured_corrects_orders_as_tight():
 def shown(monkeypatch):
     """What recordings show, the next one first."""
     pools = []
-    monkeypatch.setattr(replayed, "recorded_pool", lambda memory, region_bytes: pools.pop(0))
+    monkeypatch.setattr(replayed, "recorded_pool", lambda memory, region_bytes=0: pools.pop(0))
     return pools
 
 
@@ -149,6 +149,23 @@ def test_what_was_learnt_of_another_pool_is_forgotten(shown):
     shown += [pool_of(10, 32)]
     memory.find_pool([], problem)
     assert memory.peak_bytes(problem, order) == 15 * MIB
+
+
+def test_a_pool_that_was_looked_at_serves_until_steps_were_recorded(shown):
+    """A look is asked for no more than it may have in use; what steps show is believed, however
+    little it is."""
+    asked, problem = [], problem_of([Op(0, "a", "a", (), (0,))], [6], (0,), resident_mib=5)
+    memory = ReplayedMemory(smallest_bytes=0, see=lambda *given: asked.append(given) or [])
+    shown += [pool_of(10, 32), None, pool_of(8, 32), pool_of(16, 32, seen_mib=1)]
+    peaks_mib = []
+    for _ in range(3):
+        memory.look(problem, [MIB], 40 * MIB)
+        peaks_mib.append(memory.peak_bytes(problem, Schedule((0,))) // MIB)
+    memory.find_pool([], problem)
+    memory.look(problem, [MIB], 40 * MIB)
+    peaks_mib.append(memory.peak_bytes(problem, Schedule((0,))) // MIB)
+    assert peaks_mib == [15, 15, 13, 11]
+    assert asked == [([MIB], 40 * MIB)] * 3
 
 
 @pytest.mark.parametrize(("on_gpu", "peak_mib"), [(False, 10), (True, 9)])
