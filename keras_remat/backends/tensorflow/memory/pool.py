@@ -147,7 +147,10 @@ def _add_unseen(
         and extent.nbytes + room_bytes >= least_bytes
     ]
     if fronts:
-        front, room_bytes = max(fronts, key=lambda front: front[0].nbytes)
+        # where the rest of one is all that was not seen, it is that one
+        front, room_bytes = min(
+            fronts, key=lambda front: abs(front[0].nbytes + unseen_bytes - largest_bytes)
+        )
         rest = min(unseen_bytes, room_bytes, max(0, largest_bytes - front.nbytes))
         extents[extents.index(front)] = front._replace(nbytes=front.nbytes + rest)
         unseen_bytes -= rest

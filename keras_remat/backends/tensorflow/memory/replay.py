@@ -9,10 +9,10 @@ that counts (oneDNN's on a CPU leaves small ones to the system), and whether the
 (a GPU's, unless memory growth is on) or grows by regions that double.
 
 What earlier steps left free, and where variables lie, is known once steps were recorded
-(:mod:`.pool`); until then the pool is taken to be empty. It matters: orders of U-Net's at batches
-of 18 to 22 were replayed at 165 to 203 MiB in an empty pool and measured 146 to 220. In the pool
-that the first recorded steps showed, others of 10 to 22 samples were replayed at 107 to 189 MiB,
-and all measured the same to 0.5 MiB.
+(:mod:`.pool`). Until then the pool is what a look shows (:mod:`.look`), or it is taken to be empty.
+It matters: orders of U-Net's at batches of 18 to 22 were replayed at 165 to 203 MiB in an empty
+pool and measured 146 to 220. In the pool that the first recorded steps showed, others of 10 to 22
+samples were replayed at 107 to 189 MiB, and all measured the same to 0.5 MiB.
 
 Known limit: Keras's own step may move variables, and a new region may be added. A recorded pool is
 right until then. What is off is learnt from the steps that are measured
