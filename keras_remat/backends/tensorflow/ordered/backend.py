@@ -26,6 +26,7 @@ from keras_remat.backends.tensorflow.memory import (
     measure,
     variables,
 )
+from keras_remat.backends.tensorflow.memory.donated import nbytes
 from keras_remat.backends.tensorflow.memory.look import seen_allocations
 from keras_remat.backends.tensorflow.memory.replayed import ReplayedMemory
 from keras_remat.backends.tensorflow.ordered import ordering
@@ -148,8 +149,9 @@ class TensorFlowBackend:
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         profile = profiling.estimated_profile(traced, resident_bytes)
-        resident_bytes = profile.resident_bytes + sum(traced.held_bytes)
-        return replace(profile, resident_bytes=resident_bytes)
+        in_use = sum(nbytes(constant) for constant in self._constants.values())  # by other steps
+        more_bytes = max(0, sum(traced.held_bytes) - in_use)
+        return replace(profile, resident_bytes=profile.resident_bytes + more_bytes)
 
     def recorder(self) -> ProfileRecorder:
         memory = None if self.device.is_shared else self.memory
