@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import tensorflow as tf
@@ -112,8 +113,8 @@ class TensorFlowStep(TracedStep):
             for node in nodes:
                 if node.op == "Const":
                     yield constant_bytes(node)
-                for name in called_functions(node):
-                    yield from of(functions[name].node_def)
+                known = filter(functions.__contains__, called_functions(node))
+                yield from chain.from_iterable(of(functions[name].node_def) for name in known)
 
         return tuple(nbytes for nbytes in of(self.nodes.values()) if nbytes >= _LARGE_BYTES)
 

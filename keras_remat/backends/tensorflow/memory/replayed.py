@@ -122,7 +122,7 @@ class ReplayedMemory(SimulatedMemory):
         """Sees the pool, until steps have been recorded."""
         if self._see is None or self._is_recorded:
             return
-        pool = recorded_pool(self._see(held_bytes, most_bytes))
+        pool = recorded_pool(self._see(held_bytes, most_bytes), self._region_bytes)
         if pool is not None:
             self._start_from(pool, problem)
 

@@ -103,7 +103,7 @@ def test_what_was_measured_corrects_orders_as_tight():
 def shown(monkeypatch):
     """What recordings show, the next one first."""
     pools = []
-    monkeypatch.setattr(replayed, "recorded_pool", lambda memory, region_bytes=0: pools.pop(0))
+    monkeypatch.setattr(replayed, "recorded_pool", lambda memory, region_bytes: pools.pop(0))
     return pools
 
 
