@@ -218,7 +218,6 @@ def traced_model(
     problem = Problem(traced.graph, profile_now, name=model.name)
     quick: Plan | None = None
     if profile == "measured":
-        backend.memory.look(problem, traced.held_bytes, limit.usable_bytes)
         request = PlanRequest.on(
             backend,
             problem=problem,

@@ -68,7 +68,6 @@ def plan(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> Sha
         *tell.plain_exceeds(shape.batch_size, shape.peak_bytes, predicted, tools.fit.limit)
     )
     costs = tools.costs.put_back(costs)
-    tools.backend.memory.look(costs.problem, costs.traced.held_bytes, tools.fit.limit.usable_bytes)
     is_final = costs.problem.profile.source == "measured"
     with tools.fit.progress("planning"):
         request = tools.plans.with_headroom(shape, costs, tools.known(shape), is_final=is_final)

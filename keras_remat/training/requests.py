@@ -26,6 +26,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import (
     BudgetError,
+    InfeasibleBudgetError,
     InvalidProblemError,
     InvalidScheduleError,
     PlanMismatchError,
@@ -150,24 +151,25 @@ class PlanRequests:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: there is none.
         """
-        cached = self.cached(costs.problem)
-        if cached is not None:
+        if (cached := self.cached(costs.problem)) is not None:
             self._fit.event(*tell.cached(cached))
             return cached, costs, Phase.VERIFY
         for phase in (Phase.VERIFY, Phase.WARM_UP):
-            reused = self.reused(costs.problem, known, phase)
-            if reused is not None:
+            if (reused := self.reused(costs.problem, known, phase)) is not None:
                 return reused, costs, phase
         if (expected := self._expected_in_slices(costs, known)) is not None:
             return expected
-        try:
-            return self._solved(shape, costs, known)
-        except BudgetError as error:
-            failure = error
-        try:
-            return *self.in_slices(shape, costs, failure), Phase.WARM_UP
-        except BudgetError as error:
-            failure = error
+        while True:
+            try:
+                return self._solved(shape, costs, known)
+            except BudgetError as error:
+                failure = error
+            try:
+                return *self.in_slices(shape, costs, failure), Phase.WARM_UP
+            except BudgetError as error:
+                failure = error
+            if isinstance(failure, InfeasibleBudgetError) or not self._backend.memory.forget_look():
+                break  # else a plan for an empty pool is measured, and made anew
         try:
             return *self.split(shape, costs, batch, failure), Phase.WARM_UP
         except ScheduleNotFoundError as error:

@@ -108,24 +108,44 @@ def test_a_plan_after_a_plain_step_over_the_limit_is_for_variables_that_were_put
     assert problem.profile.resident_bytes == 2 * RESIDENT_BYTES
 
 
-@pytest.mark.parametrize("begins_plainly", [False, True])
-def test_the_pool_is_looked_at_before_a_first_plan(begins_plainly):
+def test_the_pool_is_looked_at_before_a_first_plan():
     """It is seen as the first planned step finds it, up to the limit."""
     backend, gathered = gathering()
     looks = []
     backend.memory.look = lambda *asked: looks.append((asked, len(backend.ran), len(gathered)))
-    limit = PLAIN if begins_plainly else TIGHT
-    if begins_plainly:
-        backend.memory.order_matters = False
-        backend.surplus_bytes = lambda what, size: what == "plain"
-    trainer, _ = driven(backend, options(limit=limit))
+    trainer, _ = driven(backend, options())
     train(trainer, 4)
     problem, _ = trainer.reference_costs(batch_of(0, SIZE))
     ((asked, steps, put_back),) = looks
     assert asked[0].graph == problem.graph
-    assert asked[1:] == ((), limit)
-    assert steps == backend.kinds.index("remat")
-    assert put_back == 1
+    assert asked[1:] == ((), TIGHT)
+    assert (steps, put_back) == (0, 1)
+
+
+@pytest.mark.parametrize("is_proved", [False, True])
+def test_where_no_plan_is_found_for_what_was_seen_one_is_made_without(is_proved, monkeypatch):
+    """It is measured, and made anew. What is proved holds for any pool."""
+    backend, _ = gathering()
+    looks, asked = [True], []
+    backend.memory.forget_look = lambda: bool(looks) and looks.pop()
+
+    def note(problem, budget, *given, **options):
+        asked.append(len(looks))
+        if is_proved:
+            raise InfeasibleBudgetError(budget, budget + 1)
+        if looks:
+            raise ScheduleNotFoundError(budget, problem.floor_bytes)
+
+    note_solves(monkeypatch, note)
+    trainer, _ = driven(backend, options(solver="greedy"))
+    if is_proved:
+        with pytest.raises(InfeasibleBudgetError):
+            train(trainer, 1)
+    else:
+        train(trainer, 1)
+        assert backend.kinds == ["remat"]
+    assert asked[-1] == is_proved
+    assert set(asked) == ({1} if is_proved else {0, 1})
 
 
 def test_what_a_step_will_hold_is_counted_before_it_does(monkeypatch):
