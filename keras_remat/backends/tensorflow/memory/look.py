@@ -6,8 +6,7 @@ allocator adds for them are those that a step of as many bytes would have it add
 larger than the region that comes next.
 
 A free chunk is handed out whole that is less than twice the request. So what a step takes depends
-on which chunks there are: a ConvLSTM's first plan, made for an empty pool, took a third more than
-predicted, because values of 33 MiB got a region of 64 each.
+on which chunks there are.
 """
 
 from __future__ import annotations
