@@ -161,8 +161,8 @@ def tried_budget(
 
     room = most_bytes - least_bytes
     budgets = [least_bytes + int(share * room) for share in _OPTIONS.shares]
-    at, fails, enough = _OPTIONS.begin, least_bytes, None
-    while at in range(len(budgets)) and (fails == least_bytes or enough is None):
+    at, fails, enough = _OPTIONS.begin, None, None
+    while at in range(len(budgets)) and (fails is None or enough is None):
         if clock.is_over:
             if enough is not None:
                 break
@@ -173,14 +173,15 @@ def tried_budget(
             fails, at = budgets[at], at + 1
     if enough is None:
         return None
+    too_little = least_bytes if fails is None else fails
     for _ in range(_OPTIONS.bisections):
-        middle = (fails + enough) // 2
-        if middle <= fails or clock.is_over:
+        middle = (too_little + enough) // 2
+        if middle <= too_little or clock.is_over:
             break
         if has_plan(middle):
             enough = middle
         else:
-            fails = middle
+            too_little = middle
     return enough
 
 

@@ -1,6 +1,7 @@
 """The advice where no plan is found: a limit that a plan was found for."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,13 @@ def tried(monkeypatch):
 
     monkeypatch.setattr(advice, "within_budget", within_budget)
     return budgets
+
+
+def test_no_limit_is_tried_again_where_the_tightest_has_no_plan(tried):
+    """Each is planned for with some left free and with all."""
+    assert tried_budget(PROBLEM, PROBLEM.floor_bytes, FakeBackend().memory) > PROBLEM.floor_bytes
+    assert PROBLEM.floor_bytes in tried
+    assert max(Counter(tried).values()) <= 2
 
 
 def test_once_the_time_is_over_the_largest_limit_alone_is_tried(monkeypatch, tried):
