@@ -247,7 +247,11 @@ class FakeBackend:
         return self.layers - self.folds(size)
 
     def estimated_profile(self, traced, resident_bytes=None):
-        return profile_of(traced.graph, "estimated")
+        profile = profile_of(traced.graph, "estimated")
+        if resident_bytes is not None:
+            more = resident_bytes + sum(traced.held_bytes)
+            profile = replace(profile, resident_bytes=more)
+        return profile
 
     def predicted(self, problem, schedule):
         """The peak before any calibration."""

@@ -145,10 +145,6 @@ class MemoryModel(Protocol):
         """
         return
 
-    def forget_look(self) -> bool:
-        """Forgets what a look has shown, where it is all that is known; returns whether it was."""
-        return False
-
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from what a schedule measured."""
 

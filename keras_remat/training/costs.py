@@ -94,7 +94,8 @@ class StepCosts:
             return costs
         self._backend.snapshot(self._fit.model)()
         self._put_back_at = self._fit.steps_run
-        resident = self._backend.device.in_use_bytes() + sum(costs.traced.held_bytes)
+        in_use = self._backend.device.in_use_bytes()
+        resident = self._backend.estimated_profile(costs.traced, in_use).resident_bytes
         profile = replace(costs.problem.profile, resident_bytes=resident)
         return replace(costs, problem=replace(costs.problem, profile=profile))
 

@@ -26,7 +26,6 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import (
     BudgetError,
-    InfeasibleBudgetError,
     InvalidProblemError,
     InvalidScheduleError,
     PlanMismatchError,
@@ -159,17 +158,14 @@ class PlanRequests:
                 return reused, costs, phase
         if (expected := self._expected_in_slices(costs, known)) is not None:
             return expected
-        while True:
-            try:
-                return self._solved(shape, costs, known)
-            except BudgetError as error:
-                failure = error
-            try:
-                return *self.in_slices(shape, costs, failure), Phase.WARM_UP
-            except BudgetError as error:
-                failure = error
-            if isinstance(failure, InfeasibleBudgetError) or not self._backend.memory.forget_look():
-                break  # else a plan for an empty pool is measured, and made anew
+        try:
+            return self._solved(shape, costs, known)
+        except BudgetError as error:
+            failure = error
+        try:
+            return *self.in_slices(shape, costs, failure), Phase.WARM_UP
+        except BudgetError as error:
+            failure = error
         try:
             return *self.split(shape, costs, batch, failure), Phase.WARM_UP
         except ScheduleNotFoundError as error:

@@ -306,6 +306,39 @@ def test_targets_that_hardly_differ_are_not_tried_where_all_of_them_miss_by_far(
     assert PROBLEM.floor_bytes < asked[-1] < PROBLEM.floor_bytes + 3 * least
 
 
+@pytest.mark.parametrize("last_miss", [0.04, 0.06])
+def test_a_neighbour_of_a_target_that_hardly_missed_is_tried(monkeypatch, last_miss):
+    """Of one that missed by more, none is. Misses are shares of the room above the floor."""
+    room, floor, asked = BUDGET - PROBLEM.floor_bytes, PROBLEM.floor_bytes, []
+    misses = {0: 1.0, 2: 0.3, 4: last_miss, 5: last_miss, 6: 0.3}
+    real = calibrated_solve.solve
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        if problem.budget_bytes < floor + 0.65 * room:
+            raise ScheduleNotFoundError(problem.budget_bytes, floor)
+        return real(problem.with_budget(BUDGET), **options)
+
+    def extra(problem, schedule):
+        missed = misses.get(len(asked) - 1)
+        peak = simulate(problem, schedule).peak_bytes
+        return 0 if missed is None else BUDGET + int(missed * room) - peak
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    memory = FakeBackend(allocator_bytes=extra).memory
+    memory.order_matters = True
+    search = calibrated_solve.BudgetSearch(PROBLEM, BUDGET, memory, "greedy", seed=0)
+    if last_miss > calibrated_solve.OPTIONS.least_step:
+        with pytest.raises(ScheduleNotFoundError):
+            search.run(BUDGET, deadline_s=0.0)
+        assert len(asked) < calibrated_solve.OPTIONS.corrections
+    else:
+        found, target = search.run(BUDGET, deadline_s=0.0)
+        assert found.peak_bytes <= BUDGET
+        assert asked[-1] == target > asked[-2] > asked[-3]
+        assert len(asked) == 8
+
+
 @pytest.mark.parametrize("error", [ScheduleNotFoundError, InfeasibleBudgetError])
 def test_known_order_is_the_plan_where_the_solver_finds_none_and_tells_what_the_allocator_wastes(
     monkeypatch, error

@@ -122,32 +122,6 @@ def test_the_pool_is_looked_at_before_a_first_plan():
     assert (steps, put_back) == (0, 1)
 
 
-@pytest.mark.parametrize("is_proved", [False, True])
-def test_where_no_plan_is_found_for_what_was_seen_one_is_made_without(is_proved, monkeypatch):
-    """It is measured, and made anew. What is proved holds for any pool."""
-    backend, _ = gathering()
-    looks, asked = [True], []
-    backend.memory.forget_look = lambda: bool(looks) and looks.pop()
-
-    def note(problem, budget, *given, **options):
-        asked.append(len(looks))
-        if is_proved:
-            raise InfeasibleBudgetError(budget, budget + 1)
-        if looks:
-            raise ScheduleNotFoundError(budget, problem.floor_bytes)
-
-    note_solves(monkeypatch, note)
-    trainer, _ = driven(backend, options(solver="greedy"))
-    if is_proved:
-        with pytest.raises(InfeasibleBudgetError):
-            train(trainer, 1)
-    else:
-        train(trainer, 1)
-        assert backend.kinds == ["remat"]
-    assert asked[-1] == is_proved
-    assert set(asked) == ({1} if is_proved else {0, 1})
-
-
 def test_what_a_step_will_hold_is_counted_before_it_does(monkeypatch):
     monkeypatch.setattr(FakeStep, "held_bytes", (30, 12))
     backend, _ = gathering()

@@ -20,13 +20,10 @@ from keras_remat.backends.tensorflow.graph.run_alone import (
     compiled_scratch_bytes,
     one_sample_scratch_bytes,
 )
+from keras_remat.backends.tensorflow.memory.best_fit import ONEDNN_SMALL_BYTES
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.units import KIB
-
-#: Bytes of a constant that counts: what is smaller, oneDNN's allocator leaves out.
-_LARGE_BYTES = 256 * KIB
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class TensorFlowStep(TracedStep):
                 known = filter(functions.__contains__, called_functions(node))
                 yield from chain.from_iterable(of(functions[name].node_def) for name in known)
 
-        return tuple(nbytes for nbytes in of(self.nodes.values()) if nbytes >= _LARGE_BYTES)
+        return tuple(nbytes for nbytes in of(self.nodes.values()) if nbytes >= ONEDNN_SMALL_BYTES)
 
     @cached_property
     def plain_surplus_bytes(self) -> int:

@@ -126,15 +126,6 @@ class ReplayedMemory(SimulatedMemory):
         if pool is not None:
             self._start_from(pool, problem)
 
-    def forget_look(self) -> bool:
-        """Takes the pool to be empty again, where it was only looked at; returns whether it was."""
-        if self._pool is None or self._is_recorded:
-            return False
-        self._pool = None
-        self._uses.clear()
-        self.forget()
-        return True
-
     def _start_from(self, pool: Pool, problem: Problem) -> None:
         if not self._on_gpu:
             seen = Counter(extent.requested_bytes for extent in pool.extents)

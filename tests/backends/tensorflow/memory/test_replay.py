@@ -166,21 +166,6 @@ def test_a_pool_that_was_looked_at_serves_until_steps_were_recorded(shown):
     peaks_mib.append(memory.peak_bytes(problem, Schedule((0,))) // MIB)
     assert peaks_mib == [15, 15, 13, 11]
     assert asked == [([MIB], 40 * MIB)] * 3
-    assert not memory.forget_look(), "steps have shown it"
-
-
-def test_a_look_is_forgotten_where_no_plan_is_found_for_what_it_showed(shown):
-    problem, order = (
-        problem_of([Op(0, "a", "a", (), (0,))], [6], (0,), resident_mib=5),
-        Schedule((0,)),
-    )
-    memory = ReplayedMemory(smallest_bytes=0, see=lambda *given: [])
-    shown.append(pool_of(10, 32))
-    memory.look(problem, [], 40 * MIB)
-    assert memory.peak_bytes(problem, order) == 15 * MIB
-    assert memory.forget_look()
-    assert memory.peak_bytes(problem, order) == 13 * MIB
-    assert not memory.forget_look()
 
 
 @pytest.mark.parametrize(("on_gpu", "peak_mib"), [(False, 10), (True, 9)])
