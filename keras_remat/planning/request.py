@@ -29,12 +29,8 @@ from keras_remat.errors import (
     statement_of,
 )
 from keras_remat.planning.advice import advising
-from keras_remat.planning.calibrated_solve import (
-    BudgetCandidate,
-    known_order,
-    least_over_budget,
-    within_budget,
-)
+from keras_remat.planning.budget_candidate import BudgetCandidate, known_order
+from keras_remat.planning.calibrated_solve import least_over_budget, within_budget
 from keras_remat.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -223,7 +219,7 @@ def plan_by(
     """Returns the plan for a known order; ``None`` where it needs more than the budget.
 
     Args:
-        schedule: as of :func:`keras_remat.planning.calibrated_solve.known_order`.
+        schedule: as of :func:`keras_remat.planning.budget_candidate.known_order`.
     """
     found = known_order(problem, schedule, budget_bytes, memory)
     return None if found is None else plan_of(problem, budget_bytes, memory, found)

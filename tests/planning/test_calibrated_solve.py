@@ -12,7 +12,8 @@ from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.planning import calibrated_solve
+from keras_remat.planning import budget_search, calibrated_solve, compilations
+from keras_remat.planning.budget_candidate import known_order
 from keras_remat.solvers import solve
 
 SIZE = 64
@@ -97,7 +98,7 @@ def test_a_known_order_that_does_not_fit_is_tried_with_fewer_gaps(closed):
     orders, memory = closed
     budget = int(0.8 * PLAIN)
     known = solve(PROBLEM.with_budget(budget), solver="greedy", seed=0).schedule
-    found = calibrated_solve.known_order(PROBLEM, known, budget, memory)
+    found = known_order(PROBLEM, known, budget, memory)
     assert found.schedule == Schedule((0, *known.order)) in orders
     assert found.peak_bytes <= budget
 
@@ -138,8 +139,8 @@ def test_a_schedule_that_misses_by_little_is_not_written_anew_before_another_is_
     monkeypatch, least, slower_way_share, is_anew
 ):
     """Loosely, schedules take a little more than predicted; ``least`` of the budget at least."""
-    rules = replace(calibrated_solve.OPTIONS, slower_way_share=slower_way_share)
-    monkeypatch.setattr(calibrated_solve, "OPTIONS", rules)
+    rules = replace(compilations.OPTIONS, slower_way_share=slower_way_share)
+    monkeypatch.setattr(compilations, "OPTIONS", rules)
     budget = int(0.8 * PLAIN)
     anew, asked = [], []
 
@@ -164,9 +165,8 @@ def test_a_schedule_that_misses_by_little_is_not_written_anew_before_another_is_
 
 
 def test_so_many_are_compiled_and_no_more(monkeypatch):
-    sure = calibrated_solve.OPTIONS.sure_compilations
-    fewer = replace(calibrated_solve.OPTIONS, most_compilations=sure)
-    monkeypatch.setattr(calibrated_solve, "OPTIONS", fewer)
+    sure = compilations.OPTIONS.sure
+    monkeypatch.setattr(compilations, "OPTIONS", replace(compilations.OPTIONS, most=sure))
     backend = Compiling(lambda schedule: 3.0)
     with pytest.raises(ScheduleNotFoundError):
         planned(backend, int(0.9 * PLAIN))
@@ -177,9 +177,9 @@ def test_so_many_are_compiled_and_no_more(monkeypatch):
 def test_compiling_takes_no_time_from_solving(monkeypatch, clock_s):
     """Every compilation takes an hour by the clock, and solving none. Past the end only as many are
     compiled as always."""
-    now, hour, sure = [0.0], 3600.0, calibrated_solve.OPTIONS.sure_compilations
-    monkeypatch.setattr(calibrated_solve, "time", SimpleNamespace(
-        perf_counter=lambda: now[0], thread_time=lambda: 0.0))  # fmt: skip
+    now, hour, sure = [0.0], 3600.0, compilations.OPTIONS.sure
+    for module in (calibrated_solve, budget_search, compilations):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     backend = Compiling(lambda schedule: 3.0)
     told = backend.memory.compiled_peak_bytes
 
@@ -231,7 +231,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
     """The allocator needs more for the first order only; a solver that finds nothing at the lower
     target, or proves that there is nothing, is asked in between."""
     asked = []
-    real = calibrated_solve.solve
+    real = budget_search.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
@@ -239,7 +239,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
             raise error(problem.budget_bytes, problem.floor_bytes)
         return real(problem, **options)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     backend = FakeBackend(
         allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) == 1 else 0
     )
@@ -251,7 +251,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
 
 def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
     monkeypatch.setattr(
-        "keras_remat.planning.calibrated_solve.solve",
+        "keras_remat.planning.budget_search.solve",
         lambda *args, **options: pytest.fail("solved"),
     )
     with pytest.raises(InfeasibleBudgetError) as caught:
@@ -264,14 +264,14 @@ def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
 
 def test_what_is_proved_of_a_lower_target_is_not_said_of_the_budget(monkeypatch):
     """With what the allocator wastes nothing fits, though the bytes alive would."""
-    real = calibrated_solve.solve
+    real = budget_search.solve
 
     def solve(problem, **options):
         if problem.budget_bytes < BUDGET:
             raise InfeasibleBudgetError(problem.budget_bytes, problem.budget_bytes + 1)
         return real(problem, **options)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     waste = SIZE * 512
     backend = FakeBackend(allocator_bytes=lambda problem, schedule: waste)
     with pytest.raises(ScheduleNotFoundError) as caught:
@@ -290,17 +290,17 @@ def test_allocator_that_always_needs_more_ends_in_not_found():
 
 def test_targets_that_hardly_differ_are_not_tried_where_all_of_them_miss_by_far(monkeypatch):
     asked = []
-    real = calibrated_solve.solve
+    real = budget_search.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
         return real(problem, **options)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     backend = FakeBackend(allocator_bytes=lambda problem, schedule: PLAIN)
     with pytest.raises(ScheduleNotFoundError):
         quick_plan(PROBLEM, BUDGET, backend=backend)
-    least = calibrated_solve.OPTIONS.least_step * (BUDGET - PROBLEM.floor_bytes)
+    least = budget_search.OPTIONS.least_step * (BUDGET - PROBLEM.floor_bytes)
     assert asked[0] == BUDGET
     assert all(higher - lower > least for higher, lower in pairwise(asked))
     assert PROBLEM.floor_bytes < asked[-1] < PROBLEM.floor_bytes + 3 * least
@@ -311,7 +311,7 @@ def test_a_neighbour_of_a_target_that_hardly_missed_is_tried(monkeypatch, last_m
     """Of one that missed by more, none is. Misses are shares of the room above the floor."""
     room, floor, asked = BUDGET - PROBLEM.floor_bytes, PROBLEM.floor_bytes, []
     misses = {0: 1.0, 2: 0.3, 4: last_miss, 5: last_miss, 6: 0.3}
-    real = calibrated_solve.solve
+    real = budget_search.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
@@ -324,14 +324,14 @@ def test_a_neighbour_of_a_target_that_hardly_missed_is_tried(monkeypatch, last_m
         peak = simulate(problem, schedule).peak_bytes
         return 0 if missed is None else BUDGET + int(missed * room) - peak
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     memory = FakeBackend(allocator_bytes=extra).memory
     memory.order_matters = True
-    search = calibrated_solve.BudgetSearch(PROBLEM, BUDGET, memory, "greedy", seed=0)
-    if last_miss > calibrated_solve.OPTIONS.least_step:
+    search = budget_search.BudgetSearch(PROBLEM, BUDGET, memory, "greedy", seed=0)
+    if last_miss > budget_search.OPTIONS.least_step:
         with pytest.raises(ScheduleNotFoundError):
             search.run(BUDGET, deadline_s=0.0)
-        assert len(asked) < calibrated_solve.OPTIONS.corrections
+        assert len(asked) < budget_search.OPTIONS.corrections
     else:
         found, target = search.run(BUDGET, deadline_s=0.0)
         assert found.peak_bytes <= BUDGET
@@ -352,7 +352,7 @@ def test_known_order_is_the_plan_where_the_solver_finds_none_and_tells_what_the_
         asked.append((solver, problem.budget_bytes))
         raise error(problem.budget_bytes, problem.floor_bytes)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     plan = quick_plan(PROBLEM, BUDGET, backend=backend, solver="auto", known=known)
     assert asked == [("auto", BUDGET - waste)]
     assert plan.solution.schedule == known
@@ -373,7 +373,7 @@ def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
         asked.append(problem.budget_bytes)
         raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     with pytest.raises(ScheduleNotFoundError):
         quick_plan(PROBLEM, BUDGET)
     assert asked == [BUDGET]
@@ -396,18 +396,18 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, deadlin
     monkeypatch.setattr(
         "keras_remat.planning.calibrated_solve.time.perf_counter", lambda: clock["s"]
     )
-    real = calibrated_solve.solve
+    real = budget_search.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
         clock["s"] += late_s
         return real(problem, **{**options, "time_limit_s": 1.0})
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     backend = FakeBackend(
         allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) < 2 else 0
     )
-    way = calibrated_solve.BudgetSearch(PROBLEM, BUDGET, backend.memory, "greedy", 0)
+    way = budget_search.BudgetSearch(PROBLEM, BUDGET, backend.memory, "greedy", 0)
     if patient:
         assert way.run(BUDGET, deadline_s)[0].peak_bytes <= BUDGET
     else:
@@ -420,7 +420,7 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, deadlin
 def test_the_clock_ends_what_improves_a_plan(monkeypatch, clock_s, last_s):
     """A first one is looked for all the same."""
     given, clock = [], {"s": 0.0}
-    module, real = "keras_remat.planning.calibrated_solve", calibrated_solve.solve
+    module, real = "keras_remat.planning.budget_search", budget_search.solve
 
     def solve(problem, *, solver, time_limit_s, **options):
         given.append((solver, time_limit_s))

@@ -9,8 +9,8 @@ from fake_backend import FakeBackend, chain_problem, store_all_peak
 
 from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
 from keras_remat.errors import ScheduleNotFoundError
-from keras_remat.planning import calibrated_solve
-from keras_remat.planning.calibrated_solve import BudgetSearch
+from keras_remat.planning import budget_search
+from keras_remat.planning.budget_search import BudgetSearch
 from keras_remat.planning.quick_orders import QUICK, quick_orders
 from keras_remat.planning.slice_costs import sliced_costs
 
@@ -21,13 +21,13 @@ BUDGET = int(0.7 * store_all_peak(64))
 @pytest.fixture
 def asked(monkeypatch):
     """The targets that a solver is really asked for."""
-    targets, real = [], calibrated_solve.solve
+    targets, real = [], budget_search.solve
 
     def solve(problem, **options):
         targets.append(problem.budget_bytes)
         return real(problem, **options)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     return targets
 
 
@@ -75,7 +75,7 @@ def test_where_nothing_was_found_more_work_is_another_question(monkeypatch):
         asked.append(time_limit_s)
         raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     for seconds in (2.0, 1.0, 2.4, 3.0, 1e-6):
         with pytest.raises(ScheduleNotFoundError):
             found(memory, seconds=seconds)
@@ -93,7 +93,7 @@ def test_a_graph_in_slices_is_not_solved_twice_with_the_same_work(monkeypatch):
         asked.append(time_limit_s)
         raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     for seconds in (0.1, 0.2, 10.0):
         with pytest.raises(ScheduleNotFoundError):
             found(memory, problem=sliced, seconds=seconds)

@@ -9,7 +9,7 @@ from keras_remat.backends.processes import Processes
 from keras_remat.core.limit import Limit
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.planning import calibrated_solve
+from keras_remat.planning import budget_search
 from keras_remat.planning import request as door
 from keras_remat.planning.calibrated_solve import within_budget
 from keras_remat.planning.request import PlanRequest, plan_for
@@ -183,17 +183,17 @@ class NeverFits(FakeBackend):
 @pytest.mark.parametrize("is_quick", [False, True])
 def test_a_refusal_takes_a_bounded_number_of_solves_where_no_time_is_left(monkeypatch, is_quick):
     """The quick solver makes all its corrections, the slow one a few; none is asked twice."""
-    asked, real = [], calibrated_solve.solve
+    asked, real = [], budget_search.solve
 
     def solve(problem, *, solver, **options):
         asked.append((solver, problem.budget_bytes))
         return real(problem, solver="greedy_first", **options)
 
-    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    monkeypatch.setattr(budget_search, "solve", solve)
     request = asked_for(0.8, NeverFits(), is_quick=is_quick, clock_s=0.0, headroom_bytes=1000)
     with pytest.raises(ScheduleNotFoundError):
         plan_for(request)
-    corrections = calibrated_solve.OPTIONS
+    corrections = budget_search.OPTIONS
     budgets, slow = len(request.budgets_bytes), [at for at in asked if at[0] == "auto"]
     assert len(slow) <= corrections.sure_corrections * (1 if is_quick else budgets)
     assert 0 < len(asked) - len(slow) <= corrections.corrections * budgets
