@@ -104,12 +104,12 @@ def device():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def known_objects():
-    """Collects what the file before left, and spares the collector what is there for good.
+    """Collects what the test before left, and spares the collector what is there by now.
 
-    Every fit collects garbage first, and what a whole run holds would be seconds of that. So
-    nothing that was spared is looked at again.
+    Every fit collects garbage, twice, and what a whole run holds would be seconds of that. So
+    nothing that was spared is looked at again: it is there for good, in reference cycles, too.
     """
     gc.collect()
     gc.freeze()

@@ -118,11 +118,11 @@ def two_by_two(batch=8, weighted=True):
     return model, ((x, y, weights) if weighted else (x, y))
 
 
-def mixed_precision(batch=8, policy="mixed_float16"):
+def mixed_precision(batch=8, policy="mixed_float16", make=convnet):
     """A convnet; in ``mixed_float16`` its optimizer scales the loss, which takes an ``If``."""
     keras.config.set_dtype_policy(policy)
     try:
-        return convnet(batch)
+        return make(batch)
     finally:
         keras.config.set_dtype_policy("float32")
 

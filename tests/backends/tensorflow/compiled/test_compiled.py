@@ -148,9 +148,10 @@ def test_what_is_written_for_a_gpu_computes_the_same():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_a_scaled_loss_is_compiled_and_its_overflow_skips_the_step():
+@pytest.mark.parametrize("name", some_slow(["mlp", "convnet"], "convnet"))
+def test_a_scaled_loss_is_compiled_and_its_overflow_skips_the_step(name):
     """An optimizer that scales the loss changes its variables in branches."""
-    model, data = ready(keras_models.mixed_precision())
+    model, data = ready(keras_models.mixed_precision(make=NUMBERS[name]))
     variables, first = keras_models.variables_of(model), keras_models.state_of(model)
     traced = trace(model, data)
     steps = compiled_plain(model), LoweredStep(traced, forget(traced.graph))

@@ -19,8 +19,8 @@ BATCH = 2048
 QUICK = {"solver_time_limit_s": 2.0, "profile_steps": 1, "verbose": 0}
 
 
-def model_and_data(samples=6 * BATCH, dropout=0.1):
-    return keras_models.mlp(samples, 256, 6, dropout, jit_compile=True)
+def model_and_data(samples=6 * BATCH, dropout=0.1, blocks=6):
+    return keras_models.mlp(samples, 256, blocks, dropout, jit_compile=True)
 
 
 def tight_limit(model, data, share=0.55):
@@ -42,11 +42,11 @@ import tensorflow as tf
 import test_compiled_fit as t
 tf.raw_ops.Empty(shape=[2**29], dtype=tf.uint8)  # one region, as a GPU has it
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
-model, data = t.model_and_data(3 * t.BATCH)
+model, data = t.model_and_data(3 * t.BATCH, blocks=3)
 limit = t.tight_limit(model, data, 0.65)
 remat = keras_remat.RematAutotune(limit, "keep", compilation="compiled", **t.QUICK)
 history = t.fit(model, data, remat, epochs=2)
-plain, data = t.model_and_data(3 * t.BATCH)
+plain, data = t.model_and_data(3 * t.BATCH, blocks=3)
 expected = t.fit(plain, data, epochs=2)
 for a, b in zip(model.variables, plain.variables, strict=True):
     np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-3, atol=1e-5)
