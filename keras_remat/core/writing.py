@@ -17,7 +17,7 @@ class Writing(Enum):
     """Nothing."""
     UPDATED = "updated"
     """Large weights are updated as soon as their gradients are there, and the backward phase turns
-    kernels for itself."""
+    kernels, and what else is copied for it, for itself."""
     HELD = "held"
     """Values that no product reads are held, and the phases kept apart, roughly."""
     STRICT = "strict"

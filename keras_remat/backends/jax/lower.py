@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from keras_remat.backends.jax import absent_device, private
-from keras_remat.backends.jax.kinds import CONVOLUTION, kinds_of
+from keras_remat.backends.jax.kinds import CONVOLUTION, copied_operands, kinds_of
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
@@ -83,7 +83,12 @@ def written(step: Any, writing: Writing | None = None) -> Written:
 def ways_of(traced: JaxTracedStep) -> Ways:
     """Returns the ways in which schedules of a step may be written where it will run."""
     state = range(len(jax.tree.leaves(traced.state_specs)))
-    return Ways(traced, traced.target.on_gpu, state, {CONVOLUTION})
+    copied = {
+        equation.inputs[at]
+        for equation in traced.program.equations
+        for at in copied_operands(equation, traced.target)
+    }
+    return Ways(traced, traced.target.on_gpu, state, {CONVOLUTION}, copied)
 
 
 def lower(traced: JaxTracedStep, schedule: Schedule, writing: Writing = Writing.STRICT) -> Any:

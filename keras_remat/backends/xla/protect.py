@@ -425,7 +425,7 @@ class Run:
             return
         number = self._numbers[op.outputs[0]]
         is_copied = self._program.sizes[number] >= HELD_BYTES and number in self._copied
-        if waits or is_copied:
+        if waits or (is_copied and self._updates_early):
             held = results[number]
             results[number] = replace(held, written=self._writer.hold(held.written))
 
@@ -456,7 +456,7 @@ class Run:
                 if follows or self._waits_for_update(op_id, equation, again):
                     self._guard_cheapest(equation, inputs)
                     follows = False
-                if again or phase == BACKWARD:
+                if self._updates_early and (again or phase == BACKWARD):
                     self._keep_copies_apart(at, equation, inputs, again)
                 if again and not self._waits(op_id, inputs):
                     self._guard_cheapest(equation, inputs)
@@ -473,7 +473,8 @@ class Run:
         self, at: int, equation: Equation, inputs: list[_Value], again: bool
     ) -> None:
         """Has the copies that a kernel reads of forward values be made for it alone, when it runs:
-        XLA would make them in the forward phase, and hold each beside what it is a copy of."""
+        XLA would make them in the forward phase, and hold each beside what it is a copy of. It
+        makes them in one kernel with what they are copies of, so that is quicker."""
         for position in self._writer.copied(at):
             if not inputs[position].late:
                 self._guard_input(equation, inputs, position, 1 if again else STALE_OPS)

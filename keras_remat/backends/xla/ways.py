@@ -39,12 +39,18 @@ class Ways:
         on_gpu: whether it will run on a GPU; else there is one way.
         state: numbers of what the step is given and returns anew.
         convolutions: kinds of the equations whose last input is a kernel.
+        copied: numbers of what a kernel reads a transposed copy of.
     """
 
     def __init__(
-        self, traced: FusedStep, on_gpu: bool, state: Sequence[int], convolutions: Collection[str]
+        self,
+        traced: FusedStep,
+        on_gpu: bool,
+        state: Sequence[int],
+        convolutions: Collection[str],
+        copied: Collection[int] = (),
     ):
-        self._traced, self._on_gpu = traced, on_gpu
+        self._traced, self._on_gpu, self._copied = traced, on_gpu, copied
         program = traced.program
         made = (e.reads[-1:] for e in program.equations if e.kind in convolutions)
         kernels = {self._shape(number) for numbers in made for number in numbers}
@@ -73,7 +79,7 @@ class Ways:
             over_bytes = 0 if room_bytes is None else found.added_bytes - room_bytes
             if over_bytes <= 0:
                 break
-            if writing is Writing.UPDATED and over_bytes > self._dense_state_bytes:
+            if writing is Writing.UPDATED and over_bytes > self._put_off_bytes:
                 continue
             least = min(found, write(writing), key=lambda written: written.added_bytes)
             found = replace(least, ways=(*found.ways, writing))
@@ -96,11 +102,12 @@ class Ways:
         return tuple(Writing)[waits:]
 
     @property
-    def _dense_state_bytes(self) -> int:
-        """Returns bytes of large weights and optimizer slots, kernels of convolutions left out: no
-        more is held by updates that are put off. (ResNet50's plan for 0.7 takes no less with early
-        ones.)"""
-        return sum(self._traced.program.sizes[at] for at in self._dense_state)
+    def _put_off_bytes(self) -> int:
+        """Returns bytes of large weights and optimizer slots, kernels of convolutions left out, and
+        of transposed copies: no more is held by updates that are put off, and by copies that are
+        made early. (ResNet50's plan for 0.7 takes no less with early updates.)"""
+        sizes = self._traced.program.sizes
+        return sum(sizes[at] for at in (*self._dense_state, *self._copied))
 
     def _shape(self, number: int) -> Any:
         return self._traced.program.describe(number)[0]

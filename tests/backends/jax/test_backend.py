@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import jax_models as models
+import keras
 import pytest
 
 import keras_remat
@@ -134,6 +135,21 @@ def test_kernels_of_convolutions_are_no_reason_to_update_early(compiler):
     compiler.takes = {Writing.LOOSE: MIB + 4096, Writing.HELD: MIB}
     lowering.lower_within(traced, keras_remat.Schedule.store_all(traced.graph), MIB)
     assert compiler == ["LOOSE", "HELD"]
+
+
+@pytest.mark.parametrize(("name", "second"), [("T4", "UPDATED"), ("H100", "HELD")])
+def test_copies_are_made_late_before_values_are_held(compiler, name, second):
+    """Before Ampere cuBLAS reads transposed copies of queries, keys, values and scores."""
+    inputs = keras.Input((64, 32))
+    attended = keras.layers.MultiHeadAttention(4, 8)(inputs, inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(attended))
+    model.compile("sgd", "mse")
+    backend = JaxBackend(card(name))
+    traced = backend.trace(model, backend.example_batch(model, 8))
+    compiler.takes = dict.fromkeys(Writing, 2 * MIB) | {Writing.HELD: MIB, Writing.UPDATED: MIB}
+    schedule = keras_remat.Schedule.store_all(traced.graph)
+    lowering.lower_within(traced, schedule, int(1.5 * MIB))
+    assert compiler == ["LOOSE", second]
 
 
 def test_large_dense_kernels_are_updated_early_at_once(compiler):
