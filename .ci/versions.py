@@ -79,8 +79,7 @@ def parsed_arguments() -> argparse.Namespace:
 def installed(environment: Path, framework: str, options: argparse.Namespace) -> str:
     """Makes a virtual environment, installs the versions, and returns its interpreter."""
     python = str(environment / "bin" / "python")
-    if not Path(python).exists():
-        subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)  # or mends it
     wanted = [
         # what pip calls a framework may be another name than its module's
         {framework: EXTRAS[framework]}.get(name, name)

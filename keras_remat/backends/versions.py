@@ -23,7 +23,7 @@ OLDEST = {
 NEWEST = {
     "tensorflow": {"tensorflow": "2.21", "keras": "3.15"},
     "jax": {"jax": "0.12.0", "keras": "3.15"},
-    "torch": {"torch": "2.13", "keras": "3.15"},
+    "torch": {"torch": "2.14", "keras": "3.15"},
 }
 #: As :data:`OLDEST`, where a model trains on several devices: Keras's metrics under a strategy.
 OLDEST_FOR_REPLICAS = {"keras": "3.10"}

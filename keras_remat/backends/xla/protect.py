@@ -50,15 +50,17 @@ inverted residual blocks, for 0.4       0.393, 1.03  0.388, 1.11  0.388, 1.19
 ======================================  ===========  ===========  ===========
 
 So on a GPU a schedule is written loosely first, and otherwise where that does not keep to the limit
-(:mod:`keras_remat.backends.xla.ways`). Where gradients of dense kernels that wait for their updates
-may be what is over it, updates alone are brought forward before anything is held:
-a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of plain's time loosely, 234.1 and 1.22 so, and
-234.5 and 1.36 with values held. Two things make holding quicker than writing strictly. A guard
-needs no trigger of its own: each waits for what was computed just before, and of two sums of one
-gradient, say, the second could not be computed beside the first. And a value that a product or a
-convolution reads exists without a barrier, which only keeps other sums of it out of the kernel that
-makes it. Nor is a sum held where there is room for what it is made of
-(:func:`keras_remat.backends.xla.holding.needed`).
+(:mod:`keras_remat.backends.xla.ways`). Before Ampere cuBLAS reads transposed copies of queries,
+keys, values and scores. Loosely, XLA makes them in one kernel with what they are copies of: for
+half on a T4 a GPT-like takes 1.07 of plain's time, and 1.14 where each is made when it is read.
+Where gradients of dense kernels that wait for their updates may be what is over it, updates alone
+are brought forward before anything is held: a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of
+plain's time loosely, 234.1 and 1.22 so, and 234.5 and 1.36 with values held. Two things make
+holding quicker than writing strictly. A guard needs no trigger of its own: each waits for what was
+computed just before, and of two sums of one gradient, say, the second could not be computed beside
+the first. And a value that a product or a convolution reads exists without a barrier, which only
+keeps other sums of it out of the kernel that makes it. Nor is a sum held where there is room for
+what it is made of (:func:`keras_remat.backends.xla.holding.needed`).
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
@@ -325,6 +327,11 @@ class Run:
         """Returns whether XLA is kept from putting updates off on a GPU."""
         return self._writing is not Writing.LOOSE and self._writer.uses_barriers
 
+    @property
+    def _copies_late(self) -> bool:
+        """Returns whether what a kernel reads a copy of is held, and copied when that runs."""
+        return self._updates_early
+
     def _overwrites(self, op_id: int) -> bool:
         """Returns whether an op writes a large weight over the one that other phases read. In
         place it can do that when those are through."""
@@ -425,7 +432,7 @@ class Run:
             return
         number = self._numbers[op.outputs[0]]
         is_copied = self._program.sizes[number] >= HELD_BYTES and number in self._copied
-        if waits or (is_copied and self._updates_early):
+        if waits or (is_copied and self._copies_late):
             held = results[number]
             results[number] = replace(held, written=self._writer.hold(held.written))
 
@@ -456,7 +463,7 @@ class Run:
                 if follows or self._waits_for_update(op_id, equation, again):
                     self._guard_cheapest(equation, inputs)
                     follows = False
-                if self._updates_early and (again or phase == BACKWARD):
+                if self._copies_late and (again or phase == BACKWARD):
                     self._keep_copies_apart(at, equation, inputs, again)
                 if again and not self._waits(op_id, inputs):
                     self._guard_cheapest(equation, inputs)
