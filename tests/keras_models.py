@@ -119,7 +119,7 @@ def two_by_two(batch=8, weighted=True):
 
 
 def mixed_precision(batch=8, policy="mixed_float16", make=convnet):
-    """A convnet; in ``mixed_float16`` its optimizer scales the loss, which takes an ``If``."""
+    """A model; in ``mixed_float16`` its optimizer scales the loss, which takes an ``If``."""
     keras.config.set_dtype_policy(policy)
     try:
         return make(batch)

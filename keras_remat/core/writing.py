@@ -17,7 +17,7 @@ class Writing(Enum):
     """Nothing."""
     UPDATED = "updated"
     """Large weights are updated as soon as their gradients are there, and the backward phase turns
-    kernels, and what else is copied for it, for itself."""
+    kernels for itself. What is read in a transposed copy is held, and copied when it is read."""
     HELD = "held"
     """Values that no product reads are held, and the phases kept apart, roughly."""
     STRICT = "strict"

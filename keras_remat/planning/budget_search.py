@@ -124,7 +124,7 @@ class BudgetSearch:
         store_all = Schedule.store_all(self.problem.graph)
         most = simulate(self.problem, store_all).peak_bytes if approach else start
         target, reached, unreachable = start, max(start, most), floor
-        hardly = int(OPTIONS.least_step * (start - floor))  # hardly less, in bytes
+        hardly_bytes = int(OPTIONS.least_step * (start - floor))
         for turn in range(OPTIONS.corrections):
             is_over = self._compilations.are_over(deadline_s)
             if target < floor or is_over or self._is_late(turn, sure, deadline_s):
@@ -137,7 +137,7 @@ class BudgetSearch:
                     break
                 if self.least is None and not approach:
                     raise
-                if reached - target <= hardly:
+                if reached - target <= hardly_bytes:
                     break  # what lies between is hardly more
                 unreachable, target = target, (target + reached) // 2
                 continue
@@ -147,9 +147,9 @@ class BudgetSearch:
             # a few bytes less give the same schedule
             less = max(surplus, int(OPTIONS.least_step * (target - unreachable)))
             reached, target = target, max(target - less, (unreachable + target) // 2)
-            if surplus > reached - unreachable and reached - target <= hardly:
+            if surplus > reached - unreachable and reached - target <= hardly_bytes:
                 break  # no correction that is left makes up for the surplus
-        above = range(reached + hardly, start, hardly) if hardly else range(0)
+        above = range(reached + hardly_bytes, start, max(1, hardly_bytes))
         self._try_neighbours(above, turn + 1, deadline_s, sure)
         self._compile_least(deadline_s)
         if self._chosen is None:

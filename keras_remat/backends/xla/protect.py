@@ -260,7 +260,7 @@ class Run:
         """Runs a whole order."""
         alone: frozenset[int] = frozenset()
         held: frozenset[int] = frozenset()
-        if self._updates_early:
+        if self._is_timely:
             updates = [op.id for op in self._graph.ops if self._overwrites(op.id)]
             order = updated_early(self._graph, order, updates)
         if self._keeps_order:
@@ -298,7 +298,7 @@ class Run:
         if self._writer.uses_branches and not kinds.isdisjoint(self._kinds.random):
             results = self._random(op_id)
         else:
-            follows = is_alone or (self._updates_early and self._overwrites(op_id))
+            follows = is_alone or (self._is_timely and self._overwrites(op_id))
             results = self._chain(op_id, again, follows)
             if self._writer.uses_barriers:
                 fills = bool(self._origins) and self._origins[op_id].role in _FILLS
@@ -313,7 +313,7 @@ class Run:
         if not again and op.phase != UPDATE and not early:
             self._since.append(op_id)
             self._of_part.append(op_id)
-        if op.phase == UPDATE and self._updates_early:
+        if op.phase == UPDATE and self._is_timely:
             self._take_update(op_id)
         self._ran[op_id] = self._trigger
 
@@ -323,14 +323,10 @@ class Run:
         return self._writing in (Writing.HELD, Writing.STRICT) and self._writer.uses_barriers
 
     @property
-    def _updates_early(self) -> bool:
-        """Returns whether XLA is kept from putting updates off on a GPU."""
+    def _is_timely(self) -> bool:
+        """Returns whether XLA is kept on a GPU from putting updates off, and from making copies
+        before the kernel runs that reads them."""
         return self._writing is not Writing.LOOSE and self._writer.uses_barriers
-
-    @property
-    def _copies_late(self) -> bool:
-        """Returns whether what a kernel reads a copy of is held, and copied when that runs."""
-        return self._updates_early
 
     def _overwrites(self, op_id: int) -> bool:
         """Returns whether an op writes a large weight over the one that other phases read. In
@@ -432,7 +428,7 @@ class Run:
             return
         number = self._numbers[op.outputs[0]]
         is_copied = self._program.sizes[number] >= HELD_BYTES and number in self._copied
-        if waits or (is_copied and self._copies_late):
+        if waits or (is_copied and self._is_timely):
             held = results[number]
             results[number] = replace(held, written=self._writer.hold(held.written))
 
@@ -463,7 +459,7 @@ class Run:
                 if follows or self._waits_for_update(op_id, equation, again):
                     self._guard_cheapest(equation, inputs)
                     follows = False
-                if self._copies_late and (again or phase == BACKWARD):
+                if self._is_timely and (again or phase == BACKWARD):
                     self._keep_copies_apart(at, equation, inputs, again)
                 if again and not self._waits(op_id, inputs):
                     self._guard_cheapest(equation, inputs)
