@@ -32,6 +32,8 @@ from typing import Any
 import turns
 from rows import Failed, command_line, failed, head, keep, kept, line_of, printed_by, version_of
 
+from keras_remat.core.writing import WRITINGS
+
 JAX_MODELS = ("bert", "gpt", "vit", "MobileNetV2", "ResNet50", "unet", "lstm", "vae")
 TORCH_MODELS = {
     "bert": "float32", "gpt": "mixed_bfloat16", "vit": "float32", "MobileNetV2": "mixed_bfloat16",
@@ -43,10 +45,6 @@ JAX_COLUMNS = (
     "model, batch", "step", "deviceless MiB", "on the card MiB", "off",
     "allocator's peak, with XLA's trials", "step ms", "time of plain", "predicted",
     "losses differ by",
-)  # fmt: skip
-WRITTEN = (
-    ("limit_mib", 1), ("loose_mib", 1), ("loose_time", 2), ("held_mib", 1), ("held_time", 2),
-    ("strict_mib", 1), ("strict_time", 2),
 )  # fmt: skip
 #: What ``--check`` demands of predictions.
 WORST_ERROR = 0.03
@@ -100,15 +98,13 @@ def made(options: Any) -> int:
 def writings_table(rows: list[dict[str, Any]]) -> str:
     """Returns what the ways to write plans for GPUs down take, by the compiled modules; times
     are shares of the plain step's, by the card's roofline."""
-    columns = (
-        "model, batch", "at", "limit MiB", "loose MiB", "time", "held MiB", "time ", "strict MiB",
-        "time  ",
-    )  # fmt: skip
-    lines = [head(columns, 1)]
+    lines = [head(("model, batch", "at", "limit MiB", "written", "MiB", "time"), 1)]
     for row in rows:
-        if "loose_mib" in row:
-            cells = (f"{row[key]:.{digits}f}" for key, digits in WRITTEN)
-            lines.append(line_of((f"{row['name']}, {row['batch_size']}", row["at"], *cells)))
+        for way in WRITINGS:
+            if f"{way}_mib" in row:
+                taken = f"{row[f'{way}_mib']:.1f}", f"{row[f'{way}_time']:.2f}"
+                cells = row["at"], f"{row['limit_mib']:.1f}", way, *taken
+                lines.append(line_of((f"{row['name']}, {row['batch_size']}", *cells)))
     return "\n".join(lines)
 
 

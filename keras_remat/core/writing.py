@@ -15,11 +15,14 @@ class Writing(Enum):
 
     LOOSE = "loose"
     """Nothing."""
+    PHASED = "phased"
+    """The phases are kept apart, roughly."""
     UPDATED = "updated"
     """Large weights are updated as soon as their gradients are there, and the backward phase turns
-    kernels for itself. What is read in a transposed copy is held, and copied when it is read."""
+    kernels for itself. What is read in a transposed copy is held, and copied when it is read. (The
+    phases are not kept apart.)"""
     HELD = "held"
-    """Values that no product reads are held, and the phases kept apart, roughly."""
+    """Both, and values that no product reads are held."""
     STRICT = "strict"
     """All of it, as on a CPU."""
 

@@ -36,7 +36,7 @@ recomputation, by a trigger of all that the part before left behind. Sums and jo
 among that, so each exists before the next part begins; XLA would add up all parts in one kernel,
 which reads them all.
 
-**Four ways to write a schedule** (:class:`~keras_remat.core.writing.Writing`). What keeps the
+**Five ways to write a schedule** (:class:`~keras_remat.core.writing.Writing`). What keeps the
 phases apart and holds values costs time where XLA had computed several values in one kernel. Some
 steps need it, others do not. Compiled for an H100, in plain's bytes and plain's time by the
 roofline:
@@ -50,17 +50,22 @@ inverted residual blocks, for 0.4       0.393, 1.03  0.388, 1.11  0.388, 1.19
 ======================================  ===========  ===========  ===========
 
 So on a GPU a schedule is written loosely first, and otherwise where that does not keep to the limit
-(:mod:`keras_remat.backends.xla.ways`). Before Ampere cuBLAS reads transposed copies of queries,
-keys, values and scores. Loosely, XLA makes them in one kernel with what they are copies of: for
-half on a T4 a GPT-like takes 1.07 of plain's time, and 1.14 where each is made when it is read.
-Where gradients of dense kernels that wait for their updates may be what is over it, updates alone
-are brought forward before anything is held: a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of
-plain's time loosely, 234.1 and 1.22 so, and 234.5 and 1.36 with values held. Two things make
-holding quicker than writing strictly. A guard needs no trigger of its own: each waits for what was
-computed just before, and of two sums of one gradient, say, the second could not be computed beside
-the first. And a value that a product or a convolution reads exists without a barrier, which only
-keeps other sums of it out of the kernel that makes it. Nor is a sum held where there is room for
-what it is made of (:func:`keras_remat.backends.xla.holding.needed`).
+(:mod:`keras_remat.backends.xla.ways`):
+
+* Before Ampere cuBLAS reads transposed copies of queries, keys, values and scores. Loosely, XLA
+  makes them in one kernel with what they are copies of: for half on a T4 a GPT-like takes 1.07 of
+  plain's time, and 1.14 where each is made when it is read.
+* Next, the phases alone are kept apart. For half on an H100, ResNet50 takes 1.13 of plain's time
+  so, and 1.18 with values held.
+* Where gradients of dense kernels that wait for their updates may be what is over the limit,
+  updates alone are brought forward instead: a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of
+  plain's time loosely, 234.1 and 1.22 so, and 234.5 and 1.36 with values held.
+
+Two things make holding quicker than writing strictly. A guard needs no trigger of its own: each
+waits for what was computed just before, and of two sums of one gradient, say, the second could not
+be computed beside the first. And a value that a product or a convolution reads exists without a
+barrier, which only keeps other sums of it out of the kernel that makes it. Nor is a sum held where
+there is room for what it is made of (:func:`keras_remat.backends.xla.holding.needed`).
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
@@ -326,7 +331,7 @@ class Run:
     def _is_timely(self) -> bool:
         """Returns whether XLA is kept on a GPU from putting updates off, and from making copies
         before the kernel runs that reads them."""
-        return self._writing is not Writing.LOOSE and self._writer.uses_barriers
+        return self._writing not in (Writing.LOOSE, Writing.PHASED) and self._writer.uses_barriers
 
     def _overwrites(self, op_id: int) -> bool:
         """Returns whether an op writes a large weight over the one that other phases read. In

@@ -67,6 +67,9 @@ class Ways:
         """Compiles a schedule in the quickest way that keeps to a limit, else in the one that takes
         least.
 
+        What is over the limit when a schedule is loosely written may be what updates that are put
+        off hold, or early copies. Then that is mended next, and else the phases are kept apart.
+
         Args:
             schedule: a legal order for the step's graph.
             write: compiles it in one way.
@@ -79,15 +82,17 @@ class Ways:
             over_bytes = 0 if room_bytes is None else found.added_bytes - room_bytes
             if over_bytes <= 0:
                 break
-            if writing is Writing.UPDATED and over_bytes > self._put_off_bytes:
+            may_wait = over_bytes <= self._put_off_bytes and Writing.PHASED not in found.ways
+            if writing is (Writing.PHASED if may_wait else Writing.UPDATED):
                 continue
             least = min(found, write(writing), key=lambda written: written.added_bytes)
             found = replace(least, ways=(*found.ways, writing))
         return found
 
     def _of(self, schedule: Schedule) -> tuple[Writing, ...]:
-        """Returns how a schedule may be written, the quickest way first; not loosely where
-        gradients that wait for their updates would take more than all that is left."""
+        """Returns how a schedule may be written, the quickest way first; not loosely, nor with
+        phases apart, where gradients that wait for their updates would take more than all that is
+        left."""
         if not self._on_gpu:
             return (Writing.STRICT,)
         traced = self._traced
@@ -99,7 +104,8 @@ class Ways:
             if any(self._shape(traced.numbers[v]) in shapes for v in op.outputs)
         }
         waits = waits_for_updates(traced.graph, schedule.order, updates)
-        return tuple(Writing)[waits:]
+        timely = (Writing.UPDATED, Writing.HELD, Writing.STRICT)
+        return timely if waits else tuple(Writing)
 
     @property
     def _put_off_bytes(self) -> int:

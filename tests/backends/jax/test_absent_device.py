@@ -317,6 +317,17 @@ def test_what_is_held_takes_about_the_bytes_of_a_strict_step_and_is_quicker():
 
 
 @pytest.mark.card
+def test_phases_are_kept_apart_in_less_time_than_values_are_held():
+    traced = trace(*built(residual, "float32"), target=card("H100"))
+    order, _ = planned(traced, 0.5)
+    ways = Writing.LOOSE, Writing.PHASED, Writing.HELD
+    loose, phased, held = (Step(traced, order, way) for way in ways)
+    assert phased.added_bytes < 0.97 * loose.added_bytes
+    seconds = [costs(s.optimized, traced.target.rates).time_s for s in (loose, phased, held)]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.card
 @pytest.mark.parametrize("build", [recurrent, cnn])
 def test_a_compilation_that_is_cut_short_tells_what_a_whole_one_does(build):
     """A process does it that has no device; the whole one needs JAX on a CPU."""

@@ -94,8 +94,9 @@ def test_a_plan_takes_what_the_compiler_of_a_card_says(made):
     ("takes", "expected"),
     [
         ({}, Writing.LOOSE),
-        ({Writing.LOOSE: 2**40}, Writing.HELD),
-        ({Writing.LOOSE: 2**40, Writing.HELD: 2**40}, Writing.STRICT),
+        ({Writing.LOOSE: 2**40}, Writing.PHASED),
+        ({Writing.LOOSE: 2**40, Writing.PHASED: 2**40}, Writing.HELD),
+        (dict.fromkeys((Writing.LOOSE, Writing.PHASED, Writing.HELD), 2**40), Writing.STRICT),
     ],
 )
 def test_a_plan_for_a_card_says_in_which_way_it_keeps_to_the_limit(takes, expected, monkeypatch):
