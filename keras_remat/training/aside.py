@@ -106,16 +106,18 @@ class Aside:
 
         Args:
             is_loop: whether a loop of the user's own trains: ``train_on_batch`` resets the metrics,
-                so that the count is the last batch's.
+                so that the count is the last batch's. That of some Keras versions does not.
         """
         fit, size = self._fit, self._loader_size
         is_empty = not any(batch >= self._newest_begun for batch in self._ended)
         samples, steps = (size * self._a_call, self._a_call) if is_empty else (0, 0)
-        counted = (self._counted or 0) - (0 if is_loop else self._counted_before)
+        counted = self._counted or 0
+        is_last = is_loop and counted <= size
+        counted -= 0 if is_last else self._counted_before
         if counted <= 0:  # a step of the model's own counts none
             return samples, steps
         less = fit.counter.samples - samples - counted
-        if is_loop and counted <= size <= less:
+        if is_last and counted <= size <= less:
             return size - counted, 0
         if self._may_grow:
             return samples + less, steps

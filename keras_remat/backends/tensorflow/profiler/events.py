@@ -21,6 +21,8 @@ _DEVICE_PLANE, _STREAM_LINE = "/device:GPU:", "Stream"
 _ALLOCATIONS = ("MemoryAllocation", "MemoryDeallocation")
 #: Names the executor's event of an op that may end later than its kernel's call does.
 _ASYNCHRONOUS = "ExecutorState::ProcessAsync::Start"
+#: What TensorFlow 2.18 writes where it has no text; newer ones leave the statistic out.
+_NO_TEXT = "(null)"
 _S_PER_PS = 1e-12
 
 
@@ -123,9 +125,9 @@ def _events(
         for stat in event.stats:
             which = stat.WhichOneof("value")
             value = getattr(stat, which) if which else None
-            decoded[stat_names[stat.metadata_id]] = (
-                stat_names.get(value) if which == "ref_value" else value
-            )
+            value = stat_names.get(value) if which == "ref_value" else value
+            if value != _NO_TEXT:
+                decoded[stat_names[stat.metadata_id]] = value
         return decoded
 
     for line in plane.lines:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from own_process import free_port
-from replicas_outcome import outcome
+from replicas_outcome import needs_mirrored, outcome
 
 import keras_remat
 from keras_remat.backends.tensorflow import backends
@@ -89,6 +89,7 @@ def test_other_strategies_are_refused_with_their_reason():
             backend.check(model)
 
 
+@needs_mirrored
 def test_a_scope_of_another_strategy_is_refused():
     made, other = (tf.distribute.MirroredStrategy(["CPU:0"]) for _ in range(2))
     model = SimpleNamespace(distribute_strategy=made)
@@ -96,6 +97,7 @@ def test_a_scope_of_another_strategy_is_refused():
         MirroredBackend(model).check(model)
 
 
+@needs_mirrored
 def test_one_replica_trains_under_a_plan():
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():

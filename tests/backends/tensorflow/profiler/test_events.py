@@ -153,6 +153,14 @@ def test_a_statistic_without_a_value_is_none():
     assert said == {"addr": None}
 
 
+def test_a_text_that_there_is_none_of_is_left_out():
+    """TensorFlow 2.18 writes one of allocations that no op says it asks for."""
+    written = Trace()
+    written.event("MemoryAllocation", 0, tf_op="(null)", addr=0xA, region_type="(null)")
+    ((_, _, said),) = allocation_events([written.plane])
+    assert said == {"addr": 0xA}
+
+
 def test_only_the_allocator_that_is_asked_for_counts():
     written = Trace()
     for at, name in enumerate(("GPU_0_bfc", "gpu_host_bfc", "GPU_1_bfc")):
