@@ -47,8 +47,7 @@ def test_keys_are_guarded():
 
 
 def test_the_compiler_can_neither_fold_nor_merge():
-    """Two equal long chains whose results are far apart: merged, the compiled step holds one value
-    more."""
+    """Two equal chains, one far behind the other: merged, the compiled step has one of them."""
 
     def step(x, protect):
         def block(x, w):
@@ -62,14 +61,9 @@ def test_the_compiler_can_neither_fold_nor_merge():
         again = block(x, guard(w, never([late])) if protect else w)
         return late.sum() + (again * late).sum()
 
-    def bytes_of(protect):
+    def chains_of(protect):
         spec = jax.ShapeDtypeStruct((4096, 256), "float32")
-        return (
-            jax.jit(lambda x: step(x, protect))
-            .lower(spec)
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        compiled = jax.jit(lambda x: step(x, protect)).lower(spec).compile()
+        return compiled.as_text().count(" tanh(")
 
-    assert bytes_of(True) <= bytes_of(False) - 4096 * 256 * 4 // 2
+    assert (chains_of(True), chains_of(False)) == (2, 1)
