@@ -11,6 +11,10 @@ from typing import Any
 
 import numpy as np
 
+#: The place of Keras's generator of seeds among its global attributes; newer versions have a
+#: constant for it.
+GLOBAL_SEED_GENERATOR = "global_seed_generator"
+
 
 def layers(model: Any) -> list[Any]:
     """Returns the layers of a model, nested ones too."""
@@ -104,7 +108,7 @@ def seed_generator_in_place() -> Iterator[None]:
     from keras.src.backend.common import global_state
     from keras.src.random import seed_generator
 
-    name = seed_generator.GLOBAL_SEED_GENERATOR
+    name = GLOBAL_SEED_GENERATOR
     if global_state.get_global_attribute(name) is not None:
         yield
         return

@@ -2,8 +2,14 @@
 
 import keras
 import numpy as np
+from keras.src.backend.common import global_state
 
-from keras_remat.backends.keras_private import layers, masks, seed_generator_in_place
+from keras_remat.backends.keras_private import (
+    GLOBAL_SEED_GENERATOR,
+    layers,
+    masks,
+    seed_generator_in_place,
+)
 
 
 def test_layers_are_those_of_nested_models_too():
@@ -19,6 +25,14 @@ def test_masks_are_those_of_the_outputs():
     mask, none = masks(model(np.asarray([[1, 2, 0]])))
     assert np.asarray(mask).tolist() == [[True, True, False]]
     assert none is None
+
+
+def test_the_generator_of_seeds_is_where_it_is_looked_for():
+    """Keras 3.12 has no constant that names the place."""
+    keras.utils.clear_session()
+    with seed_generator_in_place():
+        made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        assert isinstance(made, keras.random.SeedGenerator)
 
 
 def test_a_generator_of_seeds_that_nothing_draws_from_leaves_no_name_behind():

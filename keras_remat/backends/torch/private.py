@@ -25,7 +25,7 @@ from keras.src.backend.common import global_state, name_scope
 from keras.src.backend.torch import core as keras_core
 from keras.src.backend.torch import random as keras_random
 from keras.src.backend.torch.optimizers import torch_nadam
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, draw_seed
+from keras.src.random.seed_generator import draw_seed
 from keras.src.utils import traceback_utils
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from keras_remat.backends.keras_private import GLOBAL_SEED_GENERATOR
 from keras_remat.errors import UnsupportedModelError
 
 #: What a step that asks for a tensor's value, or a shape that follows from one, raises when it is
