@@ -11,7 +11,7 @@ from unittest.mock import patch
 import keras
 import numpy as np
 import pytest
-from random_fit_models import ON_JAX
+from random_fit_models import ON_JAX, ON_TORCH
 from random_fits import COPIES, GUEST, Case
 
 import keras_remat
@@ -89,7 +89,10 @@ def check_samples(case, plain, ours, same_batches):
 def check_numbers(case, plain, ours):
     """History, weights and checkpoints; JAX's compiler rounds half precision where it likes."""
     rtol, atol = (5e-2, 5e-3) if ON_JAX and "mixed precision" in case.parts else (2e-3, 1e-4)
+    guest = case.action == "guest" and not (ON_JAX or ON_TORCH)  # counted by samples, or once
     for key, values in plain.history.items():
+        if guest and key in ("a_loss", "b_loss"):
+            continue
         expected = pytest.approx(values, rel=rtol, abs=atol / 10, nan_ok=True)  # both may diverge
         assert ours.history[key] == expected, (key, case)
     for a, b in zip(ours.model.get_weights(), plain.model.get_weights(), strict=True):
@@ -126,7 +129,8 @@ def check_counts(case, ours, report):
     is_told = case.source == "arrays" or case.action not in ("guest", "evaluate")
     is_told &= not case.is_refused  # nobody counts then
     if case.updates_a_part and not ON_JAX and case.source != "arrays":  # nor does its own step
-        guests = range(1 - case.size * case.per_call, max(guests) + 1)
+        short = (case.size * case.per_call - 1) * len(report.epochs)  # their last calls may be
+        guests = range(-short, max(guests) + 1)
     assert not is_told or trained - counted in guests, case
 
 

@@ -117,8 +117,9 @@ def _advice(
     room, demand = budget_bytes - resident_bytes, (known or enough) - resident_bytes
     if room <= 0 or demand <= 0:
         held = f"{format_bytes(resident_bytes)} of {format_bytes(limit_bytes)}"
-        advice = (
-            f"The weights, slots and data alone take {held}. {does} does: a plan was found for it."
+        advice = (  # TensorFlow keeps the variables of a model that was trained and is gone
+            f"Before a step {held} are in use: by weights, slots and data, and by what else this "
+            f"process has trained. {does} does: a plan was found for it."
         )
     elif op is not None and op.phase == UPDATE:  # no smaller batch needs less
         advice = f"{does} does, for which a plan was found."

@@ -202,7 +202,7 @@ def test_a_limit_below_what_stays_is_refused_before_anything_was_trained(path, m
     )
     assert error.op_name in str(error)
     assert error.floor_bytes > error.budget_bytes
-    assert "weights, slots and data alone take" in str(error)
+    assert "are in use: by weights, slots and data" in str(error)
 
 
 @every_path
