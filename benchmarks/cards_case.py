@@ -299,6 +299,10 @@ class Compiler:
         self.compiled[schedule] = self.compile_step(problem, schedule)
         return self.compiled[schedule].added_bytes
 
+    def time_s(self, problem: Problem, schedule: Schedule | None) -> float:
+        """Returns the seconds of what was compiled, by the card's roofline."""
+        return (self.plain if schedule is None else self.compiled[schedule]).time_s
+
     def _predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns what was expected of a schedule; the memory model's word for one that runs no op
         again is of Keras's own step, which is not what is compiled here."""
@@ -353,7 +357,9 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
     for share in shares:
         started, started_cpu = time.perf_counter(), time.process_time()
         compiler = Compiler(compile_step, plain)
-        compiler.memory = CompiledMemory(compiler, on_gpu=True, rewrites=True)
+        compiler.memory = CompiledMemory(
+            compiler, on_gpu=True, rewrites=True, compiled_time_s=compiler.time_s
+        )
         limit = int(share * plain.added_bytes)
         row = known | {"at": share, "limit_bytes": limit}
         try:

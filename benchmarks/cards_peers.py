@@ -148,7 +148,9 @@ class Ours:
         self._written: dict[Schedule, Written] = {}
         profile = JaxBackend(target).estimated_profile(plain.traced)
         self.problem = Problem(plain.traced.graph, profile)
-        self._memory = CompiledMemory(self._added_bytes, on_gpu=True, rewrites=True)
+        self._memory = CompiledMemory(
+            self._added_bytes, on_gpu=True, rewrites=True, compiled_time_s=self._time_s
+        )
 
     def _added_bytes(self, problem: Problem, schedule: Schedule | None) -> int:
         if schedule is None:
@@ -157,6 +159,11 @@ class Ours:
         written = lowering.lower_within(self._traced, schedule, problem.room_bytes, written)
         self._written[schedule] = written
         return written.added_bytes
+
+    def _time_s(self, problem: Problem, schedule: Schedule | None) -> float:
+        if schedule is None:
+            return self._plain.costs.time_s
+        return costs(self._written[schedule].step.as_text(), self._target.rates).time_s
 
     def at(self, limit_bytes: int) -> dict[str, Any]:
         """Returns what a row says of a plan for so many bytes above the resident ones."""

@@ -55,7 +55,7 @@ So on a GPU a schedule is written loosely first, and otherwise where that does n
 * Before Ampere cuBLAS reads transposed copies of queries, keys, values and scores. Loosely, XLA
   makes them in one kernel with what they are copies of: for half on a T4 a GPT-like takes 1.07 of
   plain's time, and 1.14 where each is made when it is read.
-* Next, the phases alone are kept apart. For half on an H100, ResNet50 takes 1.13 of plain's time
+* Next, the phases alone are kept apart. For half on an H100, ResNet50 takes 1.10 of plain's time
   so, and 1.18 with values held.
 * Where gradients of dense kernels that wait for their updates may be what is over the limit,
   updates alone are brought forward instead: a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of
@@ -80,6 +80,7 @@ One file, though long: every rule looks at what one run has written so far.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -103,7 +104,7 @@ none of XLA's kernels."""
 
 STALE_OPS = 8
 """A spread bias makes do with a trigger that is this many ops old, and so does what only has to be
-of the backward phase, where a schedule is not written strictly."""
+of the backward phase where values are held."""
 
 
 FLOAT_FILL, INTEGER_FILL = 0.8203125, 105
@@ -332,6 +333,15 @@ class Run:
         """Returns whether XLA is kept on a GPU from putting updates off, and from making copies
         before the kernel runs that reads them."""
         return self._writing not in (Writing.LOOSE, Writing.PHASED) and self._writer.uses_barriers
+
+    @property
+    def _phase_stale_ops(self) -> float:
+        """Returns how many ops old a trigger may be that keeps the phases apart. Where nothing else
+        is kept, any of the backward phase does: ResNet50's plan for half on an H100 takes 266 MiB
+        and 1.10 of plain's time so, and 265 and 1.13 with one that is 8 ops old."""
+        if self._writing is Writing.PHASED:
+            return math.inf
+        return 1 if self._writing is Writing.STRICT else STALE_OPS
 
     def _overwrites(self, op_id: int) -> bool:
         """Returns whether an op writes a large weight over the one that other phases read. In
@@ -565,8 +575,7 @@ class Run:
         ):
             return
         elif not any(x.late for x in inputs):
-            stale_ops = 1 if self._writing is Writing.STRICT else STALE_OPS
-            self._guard_cheapest(equation, inputs, stale_ops=stale_ops)
+            self._guard_cheapest(equation, inputs, self._phase_stale_ops)
         elif self._writing is Writing.STRICT and equation.kind in self._kinds.elementwise:
             size = self._program.sizes[equation.outputs[0]]
             for at, atom in enumerate(equation.inputs):
@@ -589,7 +598,7 @@ class Run:
         )
 
     def _guard_cheapest(
-        self, equation: Equation, inputs: list[_Value], stale_ops: int = 1, anew: bool = True
+        self, equation: Equation, inputs: list[_Value], stale_ops: float = 1, anew: bool = True
     ) -> None:
         """Replaces the cheapest input by its guarded self; ``stale_ops`` and ``anew`` as of
         :meth:`_guard_input`."""
@@ -615,7 +624,7 @@ class Run:
         equation: Equation,
         inputs: list[_Value],
         at: int,
-        stale_ops: int = 1,
+        stale_ops: float = 1,
         anew: bool = True,
     ) -> None:
         """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops old,

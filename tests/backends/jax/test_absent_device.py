@@ -317,17 +317,6 @@ def test_what_is_held_takes_about_the_bytes_of_a_strict_step_and_is_quicker():
 
 
 @pytest.mark.card
-def test_phases_are_kept_apart_in_less_time_than_values_are_held():
-    traced = trace(*built(residual, "float32"), target=card("H100"))
-    order, _ = planned(traced, 0.5)
-    ways = Writing.LOOSE, Writing.PHASED, Writing.HELD
-    loose, phased, held = (Step(traced, order, way) for way in ways)
-    assert phased.added_bytes < 0.97 * loose.added_bytes
-    seconds = [costs(s.optimized, traced.target.rates).time_s for s in (loose, phased, held)]
-    assert seconds == sorted(seconds)
-
-
-@pytest.mark.card
 @pytest.mark.parametrize("build", [recurrent, cnn])
 def test_a_compilation_that_is_cut_short_tells_what_a_whole_one_does(build):
     """A process does it that has no device; the whole one needs JAX on a CPU."""
@@ -376,6 +365,17 @@ def skipping():
         x = layers.Concatenate()([layers.UpSampling2D()(x), kept.pop()])
         x = convolutions(x, filters)
     return inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)), 32
+
+
+@pytest.mark.card
+def test_phases_are_kept_apart_in_less_time_than_values_are_held():
+    traced = trace(*built(skipping, "float32"), target=card("H100"))
+    order, _ = planned(traced, 0.5)
+    ways = Writing.LOOSE, Writing.PHASED, Writing.HELD
+    loose, phased, held = (Step(traced, order, way) for way in ways)
+    assert phased.added_bytes < 0.95 * loose.added_bytes
+    seconds = [costs(s.optimized, traced.target.rates).time_s for s in (phased, held)]
+    assert seconds[0] < seconds[1]
 
 
 @pytest.mark.card
