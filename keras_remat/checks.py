@@ -25,10 +25,12 @@ def check_name(what: str, value: Any, names: Collection[str]) -> None:
         raise ValueError(unknown_name(what, value, names))
 
 
-def check_int(name: str, value: Any, *, least: int) -> None:
-    """Raises ``TypeError`` for what is no int, ``ValueError`` for one below ``least``."""
+def check_int(name: str, value: Any, *, least: int, names: Collection[str] = ()) -> None:
+    """Raises ``TypeError`` for what is no int, ``ValueError`` for one below ``least``; ``names``
+    are what may be given instead."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int of at least {least}, got {value!r}")
+        instead = f", or one of {', '.join(map(repr, names))}" if names else ""
+        raise TypeError(f"{name} must be an int of at least {least}{instead}; got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 

@@ -170,7 +170,7 @@ class FakeBackend:
 
     name, compilation = "fake", "ordered"
     measures_op_times = True
-    runs_slices = False
+    runs_slices = guesses_workspaces = False
     auto_solver = "auto"
     batch_multiple = 1
     processes = Processes()

@@ -177,6 +177,9 @@ class Backend(Protocol):
     """Says whether a recorder tells op times; where it does not, recording steps cannot make a plan
     better."""
 
+    guesses_workspaces: bool
+    """Says whether what ops are expected to ask for, before any ran, may be far too much, as what
+    cuDNN's convolutions may. Else it is what shapes tell, or less."""
     runs_slices: bool
     """Says whether traced steps have a :class:`Slicer`."""
     auto_solver: str

@@ -75,7 +75,7 @@ def checked_options(
     if isinstance(batch_size, str):
         check_among("batch_size", batch_size, BATCH_SIZES, "a positive int")
     else:
-        check_int("batch_size", batch_size, least=1)
+        check_int("batch_size", batch_size, least=1, names=BATCH_SIZES)
     chooses_micro_batches = micro_batches == "auto"
     if isinstance(micro_batches, str):
         check_among("micro_batches", micro_batches, ("auto", None), "a positive int")

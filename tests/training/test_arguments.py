@@ -63,7 +63,7 @@ def test_arguments_come_back_in_one_record():
         ({"batch_size": -3}, ValueError, "at least 1"),
         ({"batch_size": True}, TypeError, "int"),
         ({"batch_size": 2.0}, TypeError, "int"),
-        ({"batch_size": None}, TypeError, "batch_size"),
+        ({"batch_size": None}, TypeError, "1, or one of 'max', 'fastest', 'keep'; got None"),
         ({"margin": 1}, ValueError, "below 1"),
         ({"margin": -0.1}, ValueError, "margin"),
         ({"margin": float("nan")}, ValueError, "margin"),

@@ -119,6 +119,27 @@ def test_a_new_main_shape_is_planned_from_the_costs_known_for_it():
     assert trainer.problem.profile.op_workspace_bytes == costs.profile.op_workspace_bytes
 
 
+@pytest.mark.parametrize(("guesses", "expected"), [(False, 20), (True, 7)])
+def test_what_shapes_tell_of_an_op_does_not_shrink_with_the_batch(guesses, expected):
+    """The patches of a convolution's gradient, for instance, in TensorFlow's own kernel."""
+
+    class Backend(FakeBackend):
+        guesses_workspaces = guesses
+
+        def estimated_profile(self, traced, resident_bytes=None):
+            profile = super().estimated_profile(traced, resident_bytes)
+            return replace(profile, op_workspace_bytes=(20,) * len(traced.graph.ops))
+
+    trainer, _ = driven(Backend(), options())
+    trainer.backend.memory.order_matters = True
+    costs = chain_problem(SIZE)
+    asked = (14,) * len(costs.graph.ops)
+    costs = replace(costs, profile=replace(costs.profile, op_workspace_bytes=asked))
+    trainer.begin_shape(costs)
+    trainer.run(batch_of(0, SIZE // 2))
+    assert set(trainer.problem.profile.op_workspace_bytes) == {expected}
+
+
 def test_measured_main_scales_estimated_times_to_the_measured_step():
     backend = FakeBackend()
     trainer, _ = driven(backend, options(limit=PLAIN))

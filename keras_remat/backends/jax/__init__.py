@@ -82,6 +82,7 @@ class JaxBackend:
 
     name, compilation = "jax", "compiled"
     measures_op_times = False
+    guesses_workspaces = False
     runs_slices = True
     auto_solver = (
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep

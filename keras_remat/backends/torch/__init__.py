@@ -46,6 +46,7 @@ class TorchBackend:
 
     name, compilation = "torch", "ordered"
     measures_op_times = True
+    guesses_workspaces = False
     runs_slices = True
     auto_solver = "auto"
     batch_multiple = 1

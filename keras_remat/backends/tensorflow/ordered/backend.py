@@ -92,6 +92,11 @@ class TensorFlowBackend:
         self._constants: MutableMapping[bytes, tf.Tensor] = WeakValueDictionary()
 
     @property
+    def guesses_workspaces(self) -> bool:
+        """Returns whether cuDNN may choose its kernels; TensorFlow's own tell by their shapes."""
+        return on_gpu()
+
+    @property
     def batch_multiple(self) -> int:
         """Returns 1: one device trains whole batches."""
         return 1
