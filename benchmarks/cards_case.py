@@ -380,7 +380,7 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
         else:
             row |= {
                 "status": "kept",
-                "overhead": plan.overhead,
+                "overhead": plan.predicted.time_s / problem.store_all_time_s - 1,
                 "kept_bytes": plan.predicted.peak_bytes - resident,
                 "time": compiler.compiled.get(plan.solution.schedule, plain).time_s / plain.time_s,
             }

@@ -130,7 +130,7 @@ def test_a_schedule_that_is_known_to_take_more_is_written_anew_for_a_lower_limit
     assert found.peak_bytes == memory.peak_bytes(PROBLEM, found.schedule) <= budget
 
 
-def written(monkeypatch, least=0.0, next_adds=None, next_takes=0.0, **options):
+def written(monkeypatch, least=0.0, next_adds=None, next_takes=0.0, next_factor=1.0, **options):
     """Returns what is found under a budget where schedules are written in three ways, the schedules
     that were written in the last one, and the first that was asked for.
 
@@ -139,7 +139,8 @@ def written(monkeypatch, least=0.0, next_adds=None, next_takes=0.0, **options):
             at least.
         next_adds: to the step's time, as a share of store-all, in the next way, in which schedules
             take what is predicted; not known where ``None``.
-        next_takes: they take this share of the budget at least.
+        next_takes, next_factor: they take this share of the budget at least, and so many times
+            what is predicted.
         options: of compilations.
     """
     monkeypatch.setattr(compilations, "OPTIONS", replace(compilations.OPTIONS, **options))
@@ -151,7 +152,8 @@ def written(monkeypatch, least=0.0, next_adds=None, next_takes=0.0, **options):
         if schedule is None:
             return added
         asked.append(schedule)
-        takes = max(int(1.06 * added), int(least * 1.1 * room)), max(added, int(next_takes * room))
+        loosely = max(int(1.06 * added), int(least * 1.1 * room))
+        takes = loosely, max(int(next_factor * added), int(next_takes * room))
         for way in range(ways.get(schedule, 0), 3):
             ways[schedule] = way
             if way == 2 or problem.room_bytes is None or takes[way] <= problem.room_bytes:
@@ -205,6 +207,15 @@ def test_a_schedule_that_misses_in_the_next_way_waits(
     assert (way == 2) == bool(last) == is_last
     if is_last:  # the first one recomputes least
         assert last == [first]
+
+
+def test_what_is_far_over_in_the_quickest_way_waits_in_the_next(monkeypatch):
+    """Values are held only where a schedule for less misses in that way, too."""
+    way, last, first, found = written(
+        monkeypatch, least=2.0, next_factor=1.03, slower_way_share=9.0
+    )
+    assert (way, last) == (1, [])
+    assert found.schedule != first
 
 
 def test_so_many_are_compiled_and_no_more(monkeypatch):
