@@ -15,8 +15,8 @@ below the floor of the step has no plan.
     python benchmarks/cards.py --framework tensorflow --cards H100 --at 0.5 --check
 
 *Compilations* counts schedules. A schedule is written in up to five ways, the quickest first. The
-next way is compiled only where one does not keep to the limit, and where a schedule for less that
-was tried first does not, either; *modules* counts all that was compiled until one kept to it.
+next way is compiled where one does not keep to the limit, and slower ones only where schedules for
+less do not, either; *modules* counts all that was compiled until one kept to it.
 *Overhead* is by the plan's own ops, *time* is counted from the compiled module, guards and barriers
 included, in that of Keras's own.
 

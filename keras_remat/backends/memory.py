@@ -125,9 +125,9 @@ class MemoryModel(Protocol):
         does."""
         return None
 
-    def compiled_time_ratio(self, problem: Problem, schedule: Schedule) -> float | None:
-        """Returns the time of a compiled schedule over that of Keras's own step, by what the
-        compiler made of both; ``None`` where that is not known."""
+    def compiled_step_s(self, problem: Problem, schedule: Schedule) -> float | None:
+        """Returns the seconds of a compiled step, by what the compiler made of it and of Keras's
+        own, which takes what store-all is predicted to; ``None`` where that is not known."""
         return None
 
     def writing(self, problem: Problem, schedule: Schedule) -> Writing | None:

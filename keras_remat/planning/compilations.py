@@ -24,7 +24,8 @@ class CompilationOptions:
             once written in all slower ways: one for less is tried first. For half on an H100, a
             U-Net took 18 % more, and 1.14 of plain's time with values held. It takes 1.06 so.
         near_misses: so many schedules wait for that. A GPT-like's third one for half kept to it.
-        hardly_over: nor is one that takes hardly more in the next way, as such a share.
+        hardly_over: the next way is enough for that where the schedule takes so much more in it, at
+            most. It was not measured by itself.
         slower_way_share: what a slower way adds to a step, as a share of it, about: so much may a
             schedule for less add.
         cheap_way_share: where the next way adds no more than this, by the compiled modules, nothing
@@ -135,8 +136,8 @@ class Compilations:
 
     def _step_s(self, one: BudgetCandidate) -> float:
         """Returns the seconds of a step, by what the compiler made of it where that is known."""
-        ratio = self._memory.compiled_time_ratio(self._problem, one.schedule)
-        return one.time_s if ratio is None else ratio * self._problem.store_all_time_s
+        told_s = self._memory.compiled_step_s(self._problem, one.schedule)
+        return one.time_s if told_s is None else told_s
 
     def compiled_least(self) -> BudgetCandidate | None:
         """Returns what is predicted to need least of what was not compiled, with the peak that

@@ -231,8 +231,8 @@ def plan_of(
     """Returns what was found as a plan."""
     store_all = Schedule.store_all(problem.graph)
     predicted = Usage(found.time_s, found.peak_bytes)
-    ratio = memory.compiled_time_ratio(problem, found.schedule) if found.is_exact else None
-    told = predicted if ratio is None else Usage(ratio * problem.store_all_time_s, found.peak_bytes)
+    told_s = memory.compiled_step_s(problem, found.schedule) if found.is_exact else None
+    told = predicted if told_s is None else Usage(told_s, found.peak_bytes)
     return Plan(
         problem.graph.fingerprint,
         budget_bytes,

@@ -74,8 +74,7 @@ class StepCosts:
             expected = profile.op_workspace_bytes
             seen = transfer_costs(costs, traced.graph, expected).profile
             held = seen.op_workspace_bytes
-            backend = self._backend  # kernels of other sizes may have taken less
-            if not (backend.memory.order_matters and backend.guesses_workspaces):
+            if not self._backend.guesses_workspaces:  # kernels of other sizes may take less
                 held = tuple(map(max, held, expected))
             profile = replace(profile, op_time_s=seen.op_time_s, op_workspace_bytes=held)
         problem = Problem(traced.graph, profile, name=self._fit.model.name)

@@ -131,7 +131,6 @@ def test_what_shapes_tell_of_an_op_does_not_shrink_with_the_batch(guesses, expec
             return replace(profile, op_workspace_bytes=(20,) * len(traced.graph.ops))
 
     trainer, _ = driven(Backend(), options())
-    trainer.backend.memory.order_matters = True
     costs = chain_problem(SIZE)
     asked = (14,) * len(costs.graph.ops)
     costs = replace(costs, profile=replace(costs.profile, op_workspace_bytes=asked))

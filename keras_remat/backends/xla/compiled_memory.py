@@ -132,11 +132,11 @@ class CompiledMemory(MemoryModel):
         added = self._added_bytes(problem, schedule)
         return None if added is None else problem.profile.resident_bytes + added
 
-    def compiled_time_ratio(self, problem: Problem, schedule: Schedule) -> float | None:
-        """Returns the time of a compiled schedule over that of Keras's own step."""
+    def compiled_step_s(self, problem: Problem, schedule: Schedule) -> float | None:
+        """Returns the seconds of a compiled step; see :class:`MemoryModel`."""
         plain_s = self._compiled_time_s(problem, None)
         time_s = self._compiled_time_s(problem, schedule)
-        return time_s / plain_s if time_s and plain_s else None
+        return time_s / plain_s * problem.store_all_time_s if time_s and plain_s else None
 
     def writing(self, problem: Problem, schedule: Schedule) -> Writing | None:
         """Returns how a schedule was written; see :class:`MemoryModel`."""

@@ -140,10 +140,10 @@ def test_the_time_of_a_schedule_is_told_where_both_steps_are_known():
     memory = CompiledMemory(
         lambda problem, schedule: None, compiled_time_s=lambda problem, s: seconds.get(s)
     )
-    assert memory.compiled_time_ratio(PROBLEM, TIGHT) == 1.25
-    assert memory.compiled_time_ratio(PROBLEM, STORE_ALL) is None
+    assert memory.compiled_step_s(PROBLEM, TIGHT) == 1.25 * PROBLEM.store_all_time_s
+    assert memory.compiled_step_s(PROBLEM, STORE_ALL) is None
     unknown = CompiledMemory(lambda problem, schedule: None)
-    assert unknown.compiled_time_ratio(PROBLEM, TIGHT) is None
+    assert unknown.compiled_step_s(PROBLEM, TIGHT) is None
 
 
 def test_what_was_compiled_serves_schedules_that_were_not():

@@ -56,7 +56,7 @@ class CompiledBackend(TensorFlowBackend):
     """
 
     compilation = "compiled"
-    measures_op_times = False
+    measures_op_times = guesses_workspaces = False
     auto_solver = (
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )
