@@ -114,6 +114,32 @@ def test_layers_and_variables_in_every_container_train_as_plainly(over_any_limit
     assert len(model.trainable_variables) == len(CONTAINERS) * (2 * 2 + 2) + 2
 
 
+class BuiltInName(keras.Model):
+    """Counts as built by Keras's ``build``, which makes no weights of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+
+@pytest.mark.filterwarnings("ignore:`build..` was called on layer")
+def test_layers_that_build_left_without_weights_get_them_in_the_first_step(over_any_limit):
+    def built_in_name():
+        model = BuiltInName()
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.build((None, 6))
+        assert model.built
+        assert not model.weights
+        return model
+
+    remat = callback()
+    assert_trains_as_plainly(built_in_name, remat)
+    assert remat.plan is not None
+
+
 # ------------------------------------------------------------------ what a model overrides
 
 

@@ -16,7 +16,7 @@ from keras_remat.backends import batches
 from keras_remat.backends.base import ProfileRecorder, RunStep
 from keras_remat.backends.example_batches import example_batch
 from keras_remat.backends.installed import Installed, StepRunner
-from keras_remat.backends.keras_private import is_own
+from keras_remat.backends.keras_private import is_own, layers
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.tensorflow.graph import trace as tracing
@@ -219,11 +219,13 @@ def _build_optimizer(model: Any) -> None:
     They get the names that they have there, also those of an optimizer in another one.
 
     A ``train_step`` of the user's own may update a part of the variables: it makes its slots
-    itself.
+    itself. So does the first step of a model with layers that have no weights yet: Keras's
+    ``model.build(shape)`` may leave them so, and takes the model for built.
     """
     optimizer = getattr(model, "optimizer", None)
     steps_itself = is_own(model, "train_step", keras.Model)
-    if optimizer is not None and not optimizer.built and model.built and not steps_itself:
+    is_built = model.built and all(layer.built for layer in layers(model))
+    if optimizer is not None and not optimizer.built and is_built and not steps_itself:
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         variables = model.trainable_variables
         with keras.name_scope(optimizer.name, caller=optimizer):
