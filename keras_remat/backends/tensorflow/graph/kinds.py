@@ -20,6 +20,19 @@ VARIABLE_READS = names("""
     ReadVariableOp ResourceGather ResourceGatherNd VariableShape
 """)
 
+#: Changes rows of a variable in place. From its first run on, every read of that variable makes a
+#: copy (``EnsureSparseVariableAccess`` in ``training_op_helpers.h``).
+UPDATES_ROWS = names("""
+    ResourceScatterAdd ResourceScatterSub ResourceScatterMul ResourceScatterDiv ResourceScatterMin
+    ResourceScatterMax ResourceScatterUpdate ResourceScatterNdAdd ResourceScatterNdSub
+    ResourceScatterNdMin ResourceScatterNdMax ResourceScatterNdUpdate ResourceStridedSliceAssign
+    ResourceSparseApplyAdadelta ResourceSparseApplyAdagrad ResourceSparseApplyAdagradDA
+    ResourceSparseApplyAdagradV2 ResourceSparseApplyCenteredRMSProp ResourceSparseApplyFtrl
+    ResourceSparseApplyFtrlV2 ResourceSparseApplyKerasMomentum ResourceSparseApplyMomentum
+    ResourceSparseApplyProximalAdagrad ResourceSparseApplyProximalGradientDescent
+    ResourceSparseApplyRMSProp
+""")
+
 #: Stateful by OpDef, yet pure: the same inputs give the same outputs and nothing else happens.
 PURE_STATEFUL = names("""
     TensorListReserve EmptyTensorList StatelessWhile StatelessIf StatelessCase

@@ -12,7 +12,8 @@ How TensorFlow's graph maps to ours:
 * **Reading a variable** shares the variable's buffer: its readers read a step input. Whatever
   assigns the variable comes ``after`` all of them, because a read that is still alive would make
   the assignment copy. A small variable is read into a value of its own instead, so that what
-  depends on it (a dropout seed) can be recomputed after the variable changed.
+  depends on it (a dropout seed) can be recomputed after the variable changed. So is one of which
+  the step updates rows (an embedding's table): its kernel copies it (``kinds.UPDATES_ROWS``).
 * **Control edges** become ``after``; those that end in a view or a ``NoOp`` are passed on to what
   stands behind it.
 * oneDNN's kernels may have an output that the graph does not show (``kinds.HIDDEN_OUTPUT``); it is

@@ -34,7 +34,7 @@ from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 from keras_remat.core.topology import topological_order
 from keras_remat.errors import UnsupportedModelError
 
-#: Variables up to this size are copied when read, see the module docstring.
+#: Variables up to this size are copied when read, see :mod:`.trace`.
 SMALL_VARIABLE_BYTES = 4096
 
 
@@ -63,10 +63,19 @@ class Translation:
         self.attached = attached_nodes(nodes)
         self.step_inputs = {name for name, *_ in inputs} | set(captures)
         self.sources = {name: [node_of(i) for i in node.input] for name, node in nodes.items()}
+        scattered = {
+            self._resource(self.sources[name][0])
+            for name, node in nodes.items()
+            if node.op in kinds.UPDATES_ROWS
+        }
         self.copied_reads = {
             name
             for name, node in nodes.items()
-            if node.op == "ReadVariableOp" and self._nbytes(f"{name}:0") <= SMALL_VARIABLE_BYTES
+            if node.op == "ReadVariableOp"
+            and (
+                self._nbytes(f"{name}:0") <= SMALL_VARIABLE_BYTES
+                or self._resource(self.sources[name][0]) in scattered
+            )
         }
         self.folded = frozenset(name for name, node in nodes.items() if self._is_folded(node))
         self.views: dict[str, str] = {}

@@ -15,6 +15,8 @@ from keras import layers
 from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
 
 BACKEND = backend()
@@ -234,6 +236,26 @@ def test_two_optimizers_update_in_one_step():
 def test_gradient_of_an_embedding_is_sparse_and_its_weights_are_gathered():
     kinds_seen = {op.kind for op in traced_model(keras_models.transformer)[1].graph.ops}
     assert kinds_seen & {"ResourceGather", "GatherV2"}
+
+
+def test_a_table_whose_rows_are_updated_is_copied_where_it_is_read():
+    """From the first such update on, the kernel of a read copies the whole variable."""
+    keras.utils.set_random_seed(0)
+    tokens = layers.Input((4,), dtype="int32")
+    model = keras.Model(tokens, layers.Dense(2)(layers.Embedding(20_000, 64)(tokens)))
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    data = tf.ones((8, 4), "int32"), tf.ones((8, 4, 2))
+    traced = BACKEND.trace(model, data)
+    graph, problem = traced.graph, Problem(traced.graph, BACKEND.estimated_profile(traced), None)
+    table_bytes = 20_000 * 64 * 4
+    (copied,) = (v for v in graph.values if v.nbytes == table_bytes and v.producer is not None)
+    read = graph.ops[copied.producer]
+    (update,) = (op for op in graph.ops if op.kind == "ResourceScatterSub")
+    assert (read.kind, read.recomputable) == ("ReadVariableOp", True)
+    assert read.id in update.after
+    run = BACKEND.lower(traced, problem, Schedule.store_all(graph))
+    peaks = [BACKEND.measure(lambda: run(data))[1].peak_bytes for _ in range(2)]
+    assert peaks[1] - peaks[0] >= table_bytes // 2
 
 
 def test_resident_bytes_count_weights_slots_and_batch(convnet):
