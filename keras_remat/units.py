@@ -67,6 +67,16 @@ def format_unequal_bytes(first: int, second: int) -> tuple[str, str]:
     return f"{texts[0]} ({first} B)", f"{texts[1]} ({second} B)"
 
 
+def format_rate(rate: float) -> str:
+    """Returns so many things a second for people, to four digits.
+
+    >>> format_rate(18473.2), format_rate(99.9), format_rate(0.04)
+    ('18,470', '99.9', '0.04')
+    """
+    rounded = float(f"{rate:.4g}")
+    return f"{rounded:,.0f}" if rounded >= 1000 else f"{rounded:g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration for people.
 

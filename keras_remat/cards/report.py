@@ -14,7 +14,7 @@ from typing import Any
 from keras_remat.cards.breakdown import PARTS
 from keras_remat.reporting import html as page
 from keras_remat.reporting.tables import counted, readable, table
-from keras_remat.units import format_bytes
+from keras_remat.units import format_bytes, format_rate
 
 FITS, WITH_A_PLAN, DOES_NOT_FIT = VERDICTS = ("fits", "fits with a plan", "does not fit")
 #: Verdict → exit status of ``keras-remat will-it-fit``; the worst row's is the command's.
@@ -197,6 +197,6 @@ def _bytes(nbytes: int | None) -> str:
 
 
 def _number(number: float | None) -> str:
-    return (
-        "?" if number is None else f"{number:,.4g}" if isinstance(number, float) else f"{number:,}"
-    )
+    if number is None:
+        return "?"
+    return format_rate(number) if isinstance(number, float) else f"{number:,}"

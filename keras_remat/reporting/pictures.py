@@ -25,7 +25,7 @@ from keras_remat.reporting.chart import (
 from keras_remat.reporting.curves import Curve, compared, intervals, top_holders
 from keras_remat.reporting.records import ReportRecord
 from keras_remat.reporting.tables import readable
-from keras_remat.units import format_bytes
+from keras_remat.units import format_bytes, format_rate
 
 #: Graphs with up to so many ops are shown as the Checkmate paper's stage × op picture.
 SMALL_GRAPH = 200
@@ -253,12 +253,12 @@ def epochs(told: ReportRecord) -> tuple[Chart, ...]:
     for one in told.epochs:
         left, title = one.epoch - 0.35, f"epoch {one.epoch}: "
         for shapes, height, text in (
-            (rates, one.samples_per_s, f"{one.samples_per_s:.1f} samples/s"),
+            (rates, one.samples_per_s, f"{format_rate(one.samples_per_s)} samples/s"),
             (peaks, one.peak_bytes, format_bytes(one.peak_bytes)),
         ):
             shapes.append(Bar("plan", "epoch", left, 0.0, 0.7, height, title=title + text))
     if plain is not None:
-        label = f"plain step ({told.baseline_source}), {plain:.3g}/s"
+        label = f"plain step ({told.baseline_source}), {format_rate(plain)}/s"
         rates.append(Rule("plain", label, plain))
     numbers = [epoch.epoch for epoch in told.epochs]
     every = len(numbers) // 10 if len(numbers) > 20 else 1

@@ -18,7 +18,7 @@ from keras_remat.core.slices import Slicing
 from keras_remat.errors import statement_of
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.text import slices_text
-from keras_remat.units import format_bytes, format_seconds, format_unequal_bytes
+from keras_remat.units import format_bytes, format_rate, format_seconds, format_unequal_bytes
 
 
 class News(NamedTuple):
@@ -511,7 +511,7 @@ def goes_on(reason: str, *, up: bool) -> News:
 
 def sizes_were_compared(samples_per_s: Mapping[int, float], size: int) -> News:
     """Tells what sizes have measured, and which one trains."""
-    told = ", ".join(f"{rate:.4g} at {of}" for of, rate in samples_per_s.items())
+    told = ", ".join(f"{format_rate(rate)} at {of}" for of, rate in samples_per_s.items())
     return News(EventKind.SEARCH, f"Samples per second: {told}. The batch size is {size}.")
 
 
