@@ -5,7 +5,8 @@
 ``batch`` parts: the largest batch that trains in what plain ``fit`` takes for a batch of 8, with
 the numbers of the whole batch. Beside it train plain ``fit`` of the same batch, which takes what it
 wants, and gradient accumulation of batches of 8, which Keras's optimizers have; the table says how
-far the losses of both are from plain's. ``floor`` parts: the least of some shares of a step's floor
+far the losses of both are from plain's, and how far those of plain ``fit`` of the same batch in
+reverse order are: two orders of summation. ``floor`` parts: the least of some shares of a step's floor
 (what its largest op needs, whatever the order) under which it trains in slices, and why it does not
 under the next one. ``card`` parts: a step on JAX that is planned and compiled for an H100 at a
 share of its plain bytes; it does not run. ``bound`` parts: what any slices of a larger batch add to
@@ -90,20 +91,22 @@ _BATCH_COLUMNS = (
     ("small_peak", "MiB"), ("batch_size", "d"), ("parts", "d"), ("peak", "MiB"),
     ("plain_peak", "MiB"), ("overhead", ".0%"), ("samples_per_s", ".1f"),
     ("plain_samples_per_s", ".1f"), ("accumulated_samples_per_s", ".1f"),
-    ("difference", ".1e"), ("accumulated_difference", ".1e"), ("onednn", "s"), ("date", "s"),
+    ("difference", ".1e"), ("reversed_difference", ".1e"), ("accumulated_difference", ".1e"),
+    ("onednn", "s"), ("date", "s"),
 )  # fmt: skip
 _BATCH_HEAD = (
     "model", "size", "plain 8: MiB", "batch", "slices", "MiB", "plain MiB", "added by plan",
-    "samples/s", "plain", "accumulated", "loss off plain's", "accumulated", "oneDNN", "date",
+    "samples/s", "plain", "accumulated", "loss off plain's", "plain's, reversed", "accumulated",
+    "oneDNN", "date",
 )  # fmt: skip
 _FLOOR_COLUMNS = (
     ("batch_size", "d"), ("floor", "MiB"), ("resident", "MiB"), ("share", ".2f"), ("peak", "MiB"),
     ("parts", "d"), ("plain_peak", "MiB"), ("overhead", ".0%"), ("difference", ".1e"),
-    ("onednn", "s"), ("date", "s"),
+    ("reversed_difference", ".1e"), ("onednn", "s"), ("date", "s"),
 )  # fmt: skip
 _FLOOR_HEAD = (
     "model", "size", "batch", "floor MiB", "resident MiB", "share of floor", "MiB", "slices",
-    "plain MiB", "added by plan", "loss off plain's", "oneDNN", "date",
+    "plain MiB", "added by plan", "loss off plain's", "plain's, reversed", "oneDNN", "date",
 )  # fmt: skip
 _CARD_COLUMNS = (
     ("batch_size", "d"), ("plain_peak", "MiB"), ("share", ".2f"), ("peak", "MiB"), ("parts", "d"),

@@ -8,8 +8,10 @@
   accumulation of the small one.
 * ``"floor"``: how far below the floor of whole ops a step trains: the least of some shares of it
   for which there is a plan in slices.
-* ``"plain"``, ``"within"``, ``"accumulated"``, ``"below"``: one ``fit`` of those two, in a process
-  of its own: what Keras's functions hold of a model lives on, and would count in the next ``fit``.
+* ``"plain"``, ``"reversed"``, ``"within"``, ``"accumulated"``, ``"below"``: one ``fit`` of those
+  two, in a process of its own: what Keras's functions hold of a model lives on, and would count in
+  the next ``fit``. ``"reversed"`` is plain ``fit`` of the same batches with their samples in
+  reverse order: its sums over the batch are added up in another order, as those of slices are.
 * ``"bound"``: what slices of a batch add at the least within what plain ``fit`` takes for a small
   one (:mod:`slice_bounds`).
 * ``"card"``: what a step takes, planned and compiled for an H100 at a share of its plain bytes.
@@ -177,11 +179,13 @@ MODELS: dict[str, tuple[Callable[[int], keras.Model], Callable[[int, int], Data]
 
 
 class _Batches(keras.utils.PyDataset):
-    """Hands out the batches of some samples, in order."""
+    """Hands out the batches of some samples, in order; each begins with its last sample if
+    ``is_reversed``."""
 
-    def __init__(self, data: Data, batch_size: int):
+    def __init__(self, data: Data, batch_size: int, is_reversed: bool = False):
         super().__init__()
         self._data, self._batch_size = data, batch_size
+        self._step = -1 if is_reversed else 1
 
     def __len__(self) -> int:
         return len(self._data[0]) // self._batch_size
@@ -189,7 +193,7 @@ class _Batches(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Data:
         at = slice(index * self._batch_size, (index + 1) * self._batch_size)
         x, y = self._data
-        return x[at], y[at]
+        return x[at][:: self._step], y[at][:: self._step]
 
 
 class Bench:
@@ -218,15 +222,17 @@ class Bench:
         *callbacks: Any,
         of: int = 1,
         model: keras.Model | None = None,
+        is_reversed: bool = False,
     ) -> StepWatch:
         """Trains one epoch a step, of the same samples. They are made batch by batch: of arrays
         Keras's input pipeline holds four copies in the device's memory, where a step runs.
 
         Args:
             of: how many batches make a step.
+            is_reversed: whether the samples of a batch come in reverse order.
         """
         model, watch = model or self.model(), StepWatch()
-        batches = _Batches(self.data(of * batch_size), batch_size)
+        batches = _Batches(self.data(of * batch_size), batch_size, is_reversed)
         model.fit(batches, epochs=steps, shuffle=False, verbose=0, callbacks=[*callbacks, watch])
         watch.set_model(None)  # it would live on
         return watch
@@ -260,6 +266,8 @@ class Bench:
         row |= {"plain_peak": plain["peak"], "plain_samples_per_s": plain["samples_per_s"]}
         row |= {"accumulated_samples_per_s": accumulated["samples_per_s"]}
         row |= {"difference": self._off(best, plain)}
+        turned = self._alone("reversed", batch_size=largest)
+        row |= {"reversed_difference": self._off(turned, plain)}
         return row | {"accumulated_difference": self._off(accumulated, plain)}
 
     def _off(self, one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -324,6 +332,11 @@ class Bench:
             "samples_per_s": self._batch_size / median(watch.times_s[1:]),
         }
 
+    def reversed(self) -> dict[str, Any]:
+        """Returns the losses of plain ``fit`` of batches in reverse order."""
+        watch = self.fit(self._batch_size, self.steps, is_reversed=True)
+        return {"losses": watch.losses}
+
     # ---------------------------------------------------------------- bounds
 
     def bound(self) -> dict[str, Any]:
@@ -366,12 +379,14 @@ class Bench:
     def floor(self) -> dict[str, Any]:
         """Returns the row of the least share of the floor that trains."""
         plain = self._alone("plain")
+        turned = self._alone("reversed")
         problem, _ = self._whole(self._batch_size)
         floor = problem.floor_bytes
         row: dict[str, Any] = {
             "floor": floor,
             "resident": problem.profile.resident_bytes,
             "plain_peak": plain["peak"],
+            "reversed_difference": self._off(turned, plain),
             "ops": len(problem.graph.ops),
         }
         for share in sorted(self.options["shares"], reverse=True):
