@@ -44,6 +44,7 @@ BATCH = {
         ("batch:resnet50", BATCH, []),
         ("batch:resnet50", BATCH | {"batch_size": 64}, ["a batch of 64, aimed at 512"]),
         ("batch:unet", BATCH | {"difference": 0.1}, ["1.0e-01 off plain's"]),
+        ("batch:unet", BATCH | {"difference": 0.1, "reversed_difference": 0.06}, []),
         ("batch:unet", BATCH | {"kept": False, "peak": 21 * MIB}, ["21.0 MiB, over 20.0"]),
     ],
 )
@@ -56,10 +57,10 @@ def test_bounds(slices, name, row, told):
 def test_tables(slices):
     rows = {"floor:head": FLOOR, "floor:gru": {"error": "not done"}, "batch:unet": BATCH}
     *_, line = slices.table("floor", rows)
-    told = "| head | 8192 | 64 | 70.0 | 7.0 | 0.20 | 14.0 | 32 | 80.0 | 10% | 0.0e+00 | off |"
+    told = "| head | 8192 | 64 | 70.0 | 7.0 | 0.20 | 14.0 | 32 | 80.0 | 10% | 0.0e+00 | – | off |"
     assert line == f"{told} 2026-11-27 |"
     *_, line = slices.table("batch", rows)
-    assert line.endswith("| 900.0 | – | – | – | – | 1.0e-06 | – | – | – |")
+    assert line.endswith("| 900.0 | – | – | – | – | 1.0e-06 | – | – | – | – |")
     *_, line = slices.table("floor", {"floor:head": FLOOR | {"refused": "0.1: too much"}})
     assert line == "head, oneDNN off: refused at 0.1: too much."
     assert slices.table("floor", {}) == []
