@@ -82,11 +82,10 @@ class Constants:
         if not isinstance(result, torch.Tensor):
             is_number = isinstance(result, (int, float, bool))
             return Known(result, is_new=True) if is_number else Known()
-        if result.numel() > _MOST_ELEMENTS:
-            return Known()
         key = private.storage_key(result)
-        is_view = any(key == private.storage_key(value) for value in values.values())
-        return Known(result, is_new=not is_view)
+        if any(key == private.storage_key(value) for value in values.values()):
+            return Known(result)  # a view, of whatever size: it has no memory of its own
+        return Known(result, is_new=True) if result.numel() <= _MOST_ELEMENTS else Known()
 
     def _values(
         self, name: str, args: Any, tensors: Sequence[torch.Tensor]

@@ -317,6 +317,8 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             result, noise = self.__torch_dispatch__(functional, types, args, kwargs)
             self.__torch_dispatch__(aten.copy_.default, (), (args[1], noise))
             return result
+        if func is aten.repeat_interleave.Tensor:
+            kwargs = self._with_output_size(args[0], kwargs)
         if func is aten.equal.default:
             raise UnsupportedModelError(
                 "The step asks in Python whether two tensors are equal. Use keras.ops.where."
@@ -337,6 +339,15 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         if known.value is not None:  # a view of what is known
             self.constants.know(result, known.value)
         return result
+
+    def _with_output_size(self, repeats: torch.Tensor, options: Any) -> Any:
+        """Returns a repetition's options with the size of its result, where that follows from
+        constants: Keras's segment sums repeat each number as often as a shape says."""
+        known = self.constants.value(repeats)
+        if known is None or options.get("output_size") is not None:
+            return options
+        with private.without_modes():
+            return {**options, "output_size": int(known.sum())}
 
     def _normalized(self, types: Any, args: Any) -> Any:
         """Returns what normalization in training does. It writes the moving statistics, and its

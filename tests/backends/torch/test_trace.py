@@ -454,6 +454,24 @@ def test_variables_that_a_step_makes_are_refused():
         load_backend().trace(model, tuple(map(torch.as_tensor, (models.X, models.X[:, :3]))))
 
 
+def test_keras_segment_sums_of_many_rows_are_recorded():
+    """Keras repeats the number of each row as often as a product of dimensions says, a tensor."""
+    senders, receivers = np.arange(6000) % 5, np.arange(6000) % 3
+
+    class Graph(Stepping):
+        def call(self, x, training=None):
+            messages = ops.take(super().call(x), senders, axis=0)
+            return ops.segment_sum(messages, receivers, num_segments=len(models.X))
+
+    model, data = ready(lambda: stepping(Graph))
+    traced, problem = traced_step(load_backend(), model, data)
+    run = load_backend().lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+    other, _ = ready(lambda: stepping(Graph))
+    run(data)
+    other.train_function([data])
+    assert_same(state(other), state(model))
+
+
 def test_a_layer_that_a_step_would_build_is_refused_and_can_be_built_by_keras_step():
     """A teacher, say, that only the step calls."""
 
