@@ -105,9 +105,18 @@ def check_supported(model: Any) -> None:
         )
     if model.run_eagerly or not model.jit_compile:
         raise UnsupportedModelError(
-            "The model runs without compilation (run_eagerly=True or jit_compile=False); there "
-            "is no compiled step to plan for."
+            f"The model runs without compilation ({_why_not_compiled(model)}); there is no "
+            "compiled step to plan for."
         )
+
+
+def _why_not_compiled(model: Any) -> str:
+    """Returns why Keras does not compile a model's step: it asks every layer before it does."""
+    against = [layer for layer in keras_private.layers(model) if not layer.supports_jit]
+    if model.run_eagerly or not against:
+        return "run_eagerly=True or jit_compile=False"
+    names = ", ".join(sorted({type(layer).__name__ for layer in against}))
+    return f"Keras compiles none with {names} in it: apply that to the data before fit"
 
 
 def _check_alone(target: Target, micro_batches: int) -> None:

@@ -112,6 +112,14 @@ def test_uncompiled_steps_are_refused(options):
         trace(model, models.batch(model))
 
 
+def test_a_layer_for_which_keras_compiles_no_step_is_named():
+    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.RandomRotation(0.1)])
+    model.compile("sgd", "mse")
+    assert not model.jit_compile
+    with pytest.raises(UnsupportedModelError, match="RandomRotation in it: apply"):
+        trace(model, (np.zeros((2, 8, 8, 3)), np.zeros((2, 8, 8, 3))))
+
+
 def test_variables_bound_to_another_device_are_refused(monkeypatch):
     model = models.small()
     batch = models.batch(model)
