@@ -143,11 +143,10 @@ def _within_limit(request: PlanRequest) -> tuple[BudgetCandidate, int]:
         quick_s = min(_QUICK_SOLVE_S, seconds)
         tries = [("greedy_first", quick_s, budget) for budget in request.budgets_bytes]
         tries += [(solver, seconds / 2, usable), (solver, seconds, usable)]
-    *tries, last = tries
-    clock = Deadline(request.clock_s)
-    for solver, seconds, budget in tries:
-        if clock.is_over and (solver, budget) == (last[0], last[-1]):
-            continue  # with no time left, it does what the last try does
+    clock, tried = Deadline(request.clock_s), set[tuple[str, int]]()
+    while True:
+        (solver, seconds, budget), *tries = tries
+        tried.add((solver, budget))
         try:
             return _solved(request, solver, seconds, budget, clock), budget
         except InfeasibleBudgetError:
@@ -155,7 +154,10 @@ def _within_limit(request: PlanRequest) -> tuple[BudgetCandidate, int]:
                 raise
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", statement_of(error))
-    return _solved(request, *last, clock), last[-1]
+            if clock.is_over:  # with no time left, the same again does what was done
+                tries = [one for one in tries if (one[0], one[-1]) not in tried]
+            if not tries:
+                raise
 
 
 def _solved(

@@ -80,6 +80,10 @@ class AutoOptions:
             second to start.
         dtr_scores: that DTR is tried with.
         dtr_ops_per_s: ops that DTR runs per score and second of the time limit.
+        late_s: a solve for less looks once for its first schedule, in the whole graph; coarse ones
+            get what its time allows. Where an FFT net's 1,461 ops in slices had none, all four
+            looks took 14 s of a solve for 0.5, and the first one 3 (``auto`` is asked for so little
+            where the time for a plan is over).
         tightenings: times that greedy is tried on a coarse problem whose schedules do not fit the
             whole one, each time with less room.
         turns: of step 6.
@@ -96,6 +100,7 @@ class AutoOptions:
     provable_ops: int = 150
     few_cuts: int = 3
     process_s: float = 5.0
+    late_s: float = 1.0
     dtr_scores: tuple[str, ...] = ("dtr", "local", "msps", "eq")
     dtr_ops_per_s: int = 1_500
     tightenings: int = 4
@@ -221,7 +226,7 @@ class _Search:
     def _coarsen(self, bases: Sequence[Order]) -> None:
         """Makes the view a coarse one, of the first base order whose schedules fit the problem
         itself."""
-        self._greedy(self.whole, bases, most=1)
+        self._greedy(self.whole, bases, most=1, is_first=True)
         if not any(self._coarse(base) for base in bases) and self.incumbent.order is None:
             self._greedy(self.whole, bases[:1])
 
@@ -250,7 +255,7 @@ class _Search:
 
     def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
         """Returns the orders that greedy, DTR and the search backwards give."""
-        known = self._greedy(self.whole, bases)
+        known = self._greedy(self.whole, bases, is_first=True)
         if self.incumbent.proved:
             return known
         for score in OPTIONS.dtr_scores:
@@ -279,16 +284,24 @@ class _Search:
         orders = backward.both(self.problem, steps, self.last)
         return [order for order in orders if self.offer(order, "backward")]
 
-    def _greedy(self, view: _View, bases: Sequence[Order], most: int | None = None) -> list[Order]:
+    def _greedy(
+        self,
+        view: _View,
+        bases: Sequence[Order],
+        most: int | None = None,
+        *,
+        is_first: bool = False,
+    ) -> list[Order]:
         """Returns the orders of the view that greedy gives, the first ``most`` of them; those that
         fit the problem are offered."""
+        is_sure = is_first or self.limit_s >= OPTIONS.late_s
         steps = greedy.steps_limit(OPTIONS.greedy * self.limit_s)
         candidates = greedy.candidates(
             view.problem,
             deadline=self.deadline,
             max_steps=steps,
             orders=bases,
-            anyway=self.incumbent.order is None,
+            anyway=is_sure and self.incumbent.order is None,
         )
         found = list(islice(candidates, most))
         for order in found:

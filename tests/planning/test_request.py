@@ -200,7 +200,9 @@ def test_a_refusal_takes_a_bounded_number_of_solves_where_no_time_is_left(monkey
     assert len(set(asked)) == len(asked)
 
 
-def test_the_time_that_is_left_is_shared_by_all_tries(monkeypatch):
+@pytest.mark.parametrize(("clock_s", "left_s"), [(10.0, [10.0, 6.0, 2.0]), (8.0, [8.0, 4.0])])
+def test_the_time_that_is_left_is_shared_by_all_tries(monkeypatch, clock_s, left_s):
+    """What was tried is not tried again once there is none."""
     given, clock = [], {"s": 0.0}
 
     def within(*arguments, clock_s, **options):
@@ -211,8 +213,8 @@ def test_the_time_that_is_left_is_shared_by_all_tries(monkeypatch):
     monkeypatch.setattr("keras_remat.core.deadline.time.perf_counter", lambda: clock["s"])
     monkeypatch.setattr(door, "within_budget", within)
     with pytest.raises(ScheduleNotFoundError):
-        plan_for(asked_for(0.8, is_quick=True, clock_s=10.0))
-    assert given == [10.0, 6.0, 2.0]
+        plan_for(asked_for(0.8, is_quick=True, clock_s=clock_s))
+    assert given == left_s
 
 
 def test_headroom_that_leaves_nothing_above_the_floor_is_given_up_at_once():

@@ -170,13 +170,33 @@ def test_a_large_graph_keeps_its_first_schedule_where_the_time_ends(
     monkeypatch.setattr(auto, "OPTIONS", replace(auto.OPTIONS, large_ops=10))
     real = auto._Search._greedy
 
-    def in_time(self, view, bases, most=None):  # type: ignore[no-untyped-def]
-        return real(self, view, bases, most) if most == 1 else []
+    def in_time(self, view, bases, most=None, **options):  # type: ignore[no-untyped-def]
+        return real(self, view, bases, most, **options) if most == 1 else []
 
     monkeypatch.setattr(auto._Search, "_greedy", in_time)
     problem = with_budget_fraction(training_problem(random.Random(1), 20), 0.8)
     solution = solve(problem, time_limit_s=2.0)
     validate(problem, solution.schedule)
+
+
+@pytest.mark.parametrize(("time_limit_s", "sure"), [(0.5, {False}), (2.0, {True})])
+def test_a_late_solve_looks_for_its_first_schedule_once(
+    time_limit_s: float, sure: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the whole graph, whatever the clock says; coarse ones get what their time allows."""
+    monkeypatch.setattr(auto, "OPTIONS", replace(auto.OPTIONS, large_ops=10))
+    looks = []
+
+    def none(problem, *, anyway, **options):  # type: ignore[no-untyped-def]
+        looks.append(anyway)
+        return iter(())
+
+    monkeypatch.setattr(greedy, "candidates", none)
+    problem = with_budget_fraction(training_problem(random.Random(1), 20), 0.8)
+    with suppress(ScheduleNotFoundError):  # annealing may find one
+        solve(problem, time_limit_s=time_limit_s)
+    assert looks[0]
+    assert set(looks[1:]) == sure
 
 
 CROSS_CHECKS = ("greedy", "dtr", "dtr_local", "chen_greedy_linear", "backward")
