@@ -22,6 +22,9 @@ def tighter(
     """Returns a plan, and what it costs: of the ops that ran, or in other slices where those find
     none, or a dear one.
 
+    Where a step of whole ops has no plan within the limit, the one that needs least may do: what a
+    device adds differs from order to order. Where one op alone needs more, slices come before it.
+
     Args:
         needed_bytes: what the plan that ran is predicted to need now.
         orders: those that measured over the limit.
@@ -32,15 +35,17 @@ def tighter(
     costs, failure = shape.costs, None
     if costs.is_whole and shape.tries.replan_failed:  # costs are known to have no plan
         failure = tools.plans.not_found(costs.problem, shape.peak_bytes)
+    least_may_do = costs.is_whole and tools.fit.limit.fits(costs.problem.floor_bytes)
     request = tools.plans.request(
         costs.problem,
         shape.batch_size,
-        # of a step in slices, the plan that needs least comes after other slices
-        below_bytes=needed_bytes if costs.is_whole else None,
+        below_bytes=needed_bytes if least_may_do else None,
         avoid=frozenset(orders),
         failure=failure,
     )
     found = tools.plans.reused(costs.problem, tools.known(shape), Phase.VERIFY, orders)
+    if found is None and failure is not None and not least_may_do:
+        return _in_other_slices(tools, shape, request, needed_bytes, failure)
     try:
         found = found or plan_for(request)
     except BudgetError as error:
@@ -55,13 +60,13 @@ def _in_other_slices(
     needed_bytes: int,
     error: BudgetError,
 ) -> tuple[Plan, Costs]:
-    """Returns a plan in other slices than those that ran; where none is found, and the step ran in
-    slices, the plan in the same ones that needs least."""
+    """Returns a plan in other slices than those that ran; where none is found, the plan of the ops
+    that ran that needs least."""
     try:
         return tools.plans.in_slices(shape, shape.costs, error)
     except BudgetError:
-        if shape.costs.is_whole:
-            raise
+        if request.below_bytes is not None:
+            raise  # there was none
         least = replace(request, below_bytes=needed_bytes, failure=error)
         return plan_for(least), shape.costs
 
