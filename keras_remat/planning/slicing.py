@@ -208,16 +208,25 @@ def plan_in_slices(
     tried = None if seen is None else seen[0].slicing
     found = (one for one in found if one[0] != tried)
     likely = islice(_by_promise(found, failed), OPTIONS.most_tries)
-    for slicing, sliced, costs in _cheap_first(likely, request, failed, below_s):
-        solver = QUICK if clock.is_over else request.solver
+    for time_s, (slicing, sliced, costs) in _cheap_first(likely, request, failed, below_s):
+        asked = replace(
+            request,
+            problem=costs,
+            clock_s=clock.left_s(),
+            solver=QUICK if clock.is_over else request.solver,
+            # where a look at all of the budget found nothing, less of it is not asked for
+            headroom_bytes=request.headroom_bytes if time_s < inf else 0,
+        )
         try:
-            asked = replace(request, problem=costs, clock_s=clock.left_s(), solver=solver)
             return sliced, costs, door(asked)
         except BudgetError as error:
             logger.debug("keras_remat: %s: %s", _name(slicing), statement_of(error))
             if isinstance(error, ScheduleNotFoundError):
                 error.least_over_limit = None  # it is no schedule of the whole step
-            told = min(told, error, key=_nearness)
+            # limits are advised by what is told: where whole ops have room, slices in which nothing
+            # was found say less, and are slower to ask
+            if error.best_peak_bytes is not None or isinstance(failure, InfeasibleBudgetError):
+                told = min(told, error, key=_nearness)
         if end.is_over:
             break
     least = min(floors, key=lambda one: one.floor_bytes)
@@ -278,10 +287,10 @@ def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[
 
 def _cheap_first(
     found: Iterator[_Candidate], request: PlanRequest, failed: list[int], below_s: float
-) -> Iterator[_Candidate]:
+) -> Iterator[tuple[float, _Candidate]]:
     """Yields candidates for which a look finds a cheap schedule as soon as it does, then the dear
     ones, the cheapest first, and, unless they have to be faster than what is known, those for which
-    it finds none.
+    it finds none; and with each the seconds of what it finds.
 
     Args:
         failed: what :func:`_by_promise` is told.
@@ -293,11 +302,11 @@ def _cheap_first(
         if is_dear(time_s, request.problem):
             dear.append((time_s, one))
         else:
-            yield one
+            yield time_s, one
         best_s = min(best_s, time_s)
         failed.append(_floor_above_resident(one[2]))
     tried = (one for one in dear if below_s == inf or one[0] < inf)
-    yield from (one for _, one in sorted(tried, key=itemgetter(0)))
+    yield from sorted(tried, key=itemgetter(0))
 
 
 def is_dear(time_s: float, whole: Problem) -> bool:

@@ -258,6 +258,25 @@ def test_once_the_time_is_over_slices_are_looked_for_by_the_quick_solver_alone()
     assert asked == ["greedy_first"] * 4 + ["auto"] * 4
 
 
+@pytest.mark.parametrize(("look_s", "left"), [(1.0, 7), (float("inf"), 0)])
+def test_room_is_left_free_only_where_a_look_at_all_of_it_found_something(
+    look_s, left, monkeypatch
+):
+    step, problem, _ = head(large=6400)
+    asked = []
+
+    def refuse(request):
+        asked.append(request.headroom_bytes)
+        raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+
+    monkeypatch.setattr("keras_remat.planning.slicing._look", lambda *_: look_s)
+    failure = ScheduleNotFoundError(3400, problem.floor_bytes)
+    request = replace(request_for(problem, 100 + 5000), headroom_bytes=7)
+    with pytest.raises(ScheduleNotFoundError):
+        plan_in_slices(step, request, estimate, failure, refuse)
+    assert asked == [left] * 4
+
+
 def test_where_all_time_is_spent_no_way_is_tried_after_the_first_one(monkeypatch):
     options = "keras_remat.planning.slicing.OPTIONS"
     monkeypatch.setattr(options, SlicingOptions(most_s=0.0))
@@ -305,6 +324,24 @@ def test_a_refusal_tells_the_least_that_was_found_and_hands_on_no_schedule_in_sl
         plan_in_slices(step, request_for(problem, 100 + 5000), estimate, failure, refuse)
     assert caught.value.best_peak_bytes == 5200
     assert caught.value.least_over_limit is None
+
+
+@pytest.mark.parametrize("is_proved", [False, True])
+def test_a_refusal_tells_of_whole_ops_where_they_have_room_and_slices_have_nothing(is_proved):
+    """A limit is advised for what is told. In slices, which are slower to ask, a BiLSTM's was over
+    the plain step's peak, where whole ops did with a third of it."""
+    step, problem, _ = head(large=6400)
+
+    def refuse(request):
+        raise ScheduleNotFoundError(request.limit.usable_bytes, request.problem.floor_bytes)
+
+    failure = ScheduleNotFoundError(100 + 5000, problem.floor_bytes)
+    if is_proved:
+        failure = InfeasibleBudgetError(100 + 5000, problem.floor_bytes, "loss")
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        plan_in_slices(step, request_for(problem, 100 + 5000), estimate, failure, refuse)
+    assert (caught.value is failure) == (not is_proved)
+    assert (caught.value.floor_bytes < problem.floor_bytes) == is_proved
 
 
 def test_a_log_of_all_that_failed_asks_for_no_advice(caplog):
