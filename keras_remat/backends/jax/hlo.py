@@ -42,6 +42,9 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:page \d+, )?(.*)$", r
 #: before the first kernel (JAX 0.10.2 and 0.11.2; where it is not, a step is compiled to its end).
 _OPTIMIZED, _NEXT = "gpu_after_optimizations.txt", "debug_options"
 _ASSIGNED = "gpu_after_optimizations-buffer-assignment.txt"
+#: What XLA says where Triton's tiles do not fit a product and what is fused with it. No others are
+#: tried for a card that is not there: products of such a step are left to cuBLAS.
+_NO_TILES, _WITHOUT_TRITON = "output tile sizes", {"xla_gpu_enable_triton_gemm": False}
 
 
 def compiled_to_the_end(module: bytes, target: Target, written: Path | None = None) -> Any:
@@ -59,7 +62,13 @@ def compiled_to_the_end(module: bytes, target: Target, written: Path | None = No
     """
     try:
         with absent_device.compiler_options(written) as options:
-            return private.compile_module(module, absent_device.device(target), options)
+            card = absent_device.device(target)
+            try:
+                return private.compile_module(module, card, options)
+            except jax.errors.JaxRuntimeError as error:
+                if _NO_TILES not in str(error):
+                    raise
+                return private.compile_module(module, card, options | _WITHOUT_TRITON)
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error):
             return CardStep(temp_size_in_bytes=int(target.total_bytes or 0))

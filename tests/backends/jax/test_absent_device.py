@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import hlo_text
+import jax
 import jax_models as models
 import keras
 import pytest
@@ -424,3 +425,27 @@ def test_what_only_a_compiler_reads_is_gone_when_it_has_compiled(tmp_path, monke
     with absent_device.compiler_options() as options:
         assert Path(options["xla_gpu_cuda_data_dir"], "bin", "ptxas").exists()
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "refused", ["Couldn't find output tile sizes that satisfy hlo", "a defect"]
+)
+def test_a_product_that_has_no_tiles_is_left_to_another_library(refused, monkeypatch):
+    """Of the net of a ``keras.ops.scan``, XLA compiled no schedule for an H100."""
+    given = []
+
+    def compile_module(module, device, options):
+        given.append(options["xla_gpu_enable_triton_gemm"] if len(options) > 2 else True)
+        if given[-1]:
+            raise jax.errors.JaxRuntimeError(f"INTERNAL: {refused}")
+        return module
+
+    monkeypatch.setattr(absent_device, "device", lambda target: None)
+    monkeypatch.setattr(private, "compile_module", compile_module)
+    if refused == "a defect":
+        with pytest.raises(UnsupportedModelError, match=refused):
+            hlo.compiled_to_the_end(b"step", card("H100"))
+        assert given == [True]
+    else:
+        assert hlo.compiled_to_the_end(b"step", card("H100")) == b"step"
+        assert given == [True, False]
