@@ -224,7 +224,13 @@ class JaxBackend:
 
     def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
         """Returns the step that runs a schedule, or Keras's own; the newest are remembered, and
-        written anew where they take more than the problem's budget leaves."""
+        written anew where they take more than the problem's budget leaves.
+
+        Raises:
+            UnsupportedModelError: XLA does not compile the schedule.
+            jax.errors.JaxRuntimeError: compiling ran out of memory, or Keras's own step does not
+                compile.
+        """
         key = self._key(traced, schedule)
         if schedule is None:
             if key not in self._newest:
@@ -232,7 +238,13 @@ class JaxBackend:
             return self._newest[key].step
         self._compiled_time_s(problem, None)  # while Keras's own is held
         known, room_bytes = self._newest.get(key), problem.room_bytes
-        self._remember(key, lowering.lower_within(traced, schedule, room_bytes, known))
+        try:
+            self._remember(key, lowering.lower_within(traced, schedule, room_bytes, known))
+        except jax.errors.JaxRuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            told = str(error).partition("\n")[0]
+            raise UnsupportedModelError(f"XLA does not compile the step's plan: {told}") from error
         return self._newest[key].step
 
     def _key(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:

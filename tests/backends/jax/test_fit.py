@@ -433,3 +433,20 @@ def test_the_largest_batch_is_larger_with_recomputation():
         model, batch, limit, profile="estimated", time_limit_s=2.0
     )
     assert BATCH < search.plain_batch_size < search.max_batch_size
+
+
+def test_where_xla_compiles_no_plan_fit_goes_on_unmodified(monkeypatch):
+    """A defect of the compiler is no reason to end what trains without a plan."""
+    model, data = small()
+    expected = fit(model, data)["loss"]
+
+    def lower(*given, **options):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a defect\nand where it is")
+
+    model, data = small()
+    remat = callback(tight_limit(model, data, 0.6))
+    monkeypatch.setattr("keras_remat.backends.jax.lower.lower", lower)
+    with pytest.warns(UserWarning, match="unmodified.*does not compile .*INTERNAL: a defect"):
+        assert fit(model, data, remat)["loss"] == expected
+    assert remat.plan is None
+    assert_given_back(model)
