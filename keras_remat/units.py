@@ -68,13 +68,13 @@ def format_unequal_bytes(first: int, second: int) -> tuple[str, str]:
 
 
 def format_rate(rate: float) -> str:
-    """Returns so many things a second for people, to four digits.
+    """Returns so many things a second for people, to three digits at least.
 
     >>> format_rate(18473.2), format_rate(99.9), format_rate(0.04)
-    ('18,470', '99.9', '0.04')
+    ('18,473', '99.9', '0.040')
     """
-    rounded = float(f"{rate:.4g}")
-    return f"{rounded:,.0f}" if rounded >= 1000 else f"{rounded:g}"
+    digits = 0 if rate >= 100 else 1 if rate >= 10 else 2 if rate >= 1 else 3
+    return f"{rate:,.{digits}f}"
 
 
 def format_seconds(seconds: float) -> str:

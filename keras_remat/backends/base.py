@@ -176,7 +176,6 @@ class Backend(Protocol):
     measures_op_times: bool
     """Says whether a recorder tells op times; where it does not, recording steps cannot make a plan
     better."""
-
     guesses_workspaces: bool
     """Says whether what ops are expected to ask for, before any ran, may be far too much, as what
     cuDNN's convolutions may. Else it is what shapes tell, or less."""

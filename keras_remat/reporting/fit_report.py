@@ -22,7 +22,7 @@ from keras_remat.reporting import html, mpl, pictures
 from keras_remat.reporting.records import EpochUsage, Event, ReportRecord
 from keras_remat.reporting.tables import table
 from keras_remat.reporting.text import epoch_rows
-from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
+from keras_remat.units import GIB, byte_unit, format_bytes, format_rate, format_seconds
 
 FORMAT, VERSION = "keras_remat.report", 1
 #: Columns of everything that is printed.
@@ -149,7 +149,7 @@ class AutotuneReport(ReportRecord):
         share = f"{100 * usage.peak_bytes / limit:.0f} %" if limit else "-"
         return (
             f"  {name:<10} {_one_decimal(usage.peak_bytes):>11}  {share:>9}  "
-            f"{format_seconds(usage.time_s):>9}  {samples_per_s:>8.{_digits(samples_per_s)}f}"
+            f"{format_seconds(usage.time_s):>9}  {format_rate(samples_per_s):>8}"
             f"      {said}"
         ).rstrip()
 
@@ -261,7 +261,3 @@ def _one_decimal(nbytes: int) -> str:
     """Returns ``nbytes`` with one decimal, as in columns."""
     unit, size = byte_unit(nbytes)
     return f"{nbytes / size:.1f} {unit}" if size > 1 else f"{nbytes} B"
-
-
-def _digits(amount: float) -> int:
-    return 0 if amount >= 100 else 1 if amount >= 10 else 2

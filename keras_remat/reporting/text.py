@@ -16,7 +16,7 @@ from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.core.slices import Slicing
 from keras_remat.reporting.records import ReportRecord
 from keras_remat.reporting.tables import counted, readable, table
-from keras_remat.units import format_bytes, format_seconds
+from keras_remat.units import format_bytes, format_rate, format_seconds
 
 #: Share of a peak from which on the arrays that it leaves out are told: less may as well be an
 #: error of prediction.
@@ -288,7 +288,7 @@ def epoch_rows(report: ReportRecord) -> list[list[str]]:
     """Returns the rows of a table, the head first: what the steps of every epoch took."""
     rows = [["epoch", "batch", "samples/s", "speedup", "peak", "in steps", "planning"]]
     for epoch, speedup in zip(report.epochs, report.speedups, strict=True):
-        cells = [str(epoch.epoch), str(epoch.batch_size), f"{epoch.samples_per_s:.1f}"]
+        cells = [str(epoch.epoch), str(epoch.batch_size), format_rate(epoch.samples_per_s)]
         cells += [f"{speedup:.2f}x", format_bytes(epoch.peak_bytes)]
         cells += map(format_seconds, (epoch.step_time_s, epoch.planning_time_s))
         rows.append(cells)

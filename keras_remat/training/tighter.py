@@ -33,9 +33,9 @@ def tighter(
         InfeasibleBudgetError, ScheduleNotFoundError: none was found.
     """
     costs, failure = shape.costs, None
-    if costs.is_whole and shape.tries.replan_failed:  # costs are known to have no plan
-        failure = tools.plans.not_found(costs.problem, shape.peak_bytes)
     least_may_do = costs.is_whole and tools.fit.limit.fits(costs.problem.floor_bytes)
+    if least_may_do and shape.tries.replan_failed:  # costs are known to have no plan
+        failure = tools.plans.not_found(costs.problem, shape.peak_bytes)
     request = tools.plans.request(
         costs.problem,
         shape.batch_size,
@@ -44,8 +44,6 @@ def tighter(
         failure=failure,
     )
     found = tools.plans.reused(costs.problem, tools.known(shape), Phase.VERIFY, orders)
-    if found is None and failure is not None and not least_may_do:
-        return _in_other_slices(tools, shape, request, needed_bytes, failure)
     try:
         found = found or plan_for(request)
     except BudgetError as error:

@@ -259,7 +259,7 @@ def test_page_and_text_have_the_same_row_for_an_epoch():
     report = report_of(plan_of(CHAIN, RECOMPUTE_A))
     source = page.report_page(report)
     (row,) = [line for line in str(report).splitlines() if line.startswith("    1 ")]
-    cells = "1", "4", "2.0", "7.50x", "8 B", "4 s", "0 s"
+    cells = "1", "4", "2.00", "7.50x", "8 B", "4 s", "0 s"
     assert re.split("  +", row.strip()) == list(cells)
     assert "".join(f"<td>{cell}</td>" for cell in cells) in source
 

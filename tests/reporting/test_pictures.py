@@ -122,7 +122,7 @@ def test_speed_of_every_epoch():
         plan=PLAN,
     )
     figure = report.plot("speed")
-    assert set(labels(figure)) == {"epoch", "plain step (measured), 20/s", "limit 1 MiB"}
+    assert set(labels(figure)) == {"epoch", "plain step (measured), 20.0/s", "limit 1 MiB"}
     assert [axes.get_ylabel() for axes in figure.axes] == ["samples/s", "measured peak"]
     assert "limit 1 MiB" in labels(report.plot("memory"))
     report.events.append(Event(0, "predicted", "The allocator keeps no statistics."))

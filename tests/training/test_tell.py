@@ -88,7 +88,7 @@ SENTENCES = [
     ),
     (
         tell.sizes_were_compared({8: 100.0, 16: 150.5}, 16),
-        "Samples per second: 100 at 8, 150.5 at 16. The batch size is 16.",
+        "Samples per second: 100 at 8, 150 at 16. The batch size is 16.",
     ),
     (
         tell.new_size(16, 8, 4),

@@ -31,6 +31,7 @@ from keras_remat.backends.jax.measure import (
     is_out_of_memory,
     live_target,
     memory,
+    refused,
 )
 from keras_remat.backends.jax.processes import JaxProcesses
 from keras_remat.backends.jax.profile import estimated_profile
@@ -243,8 +244,7 @@ class JaxBackend:
         except jax.errors.JaxRuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            told = str(error).partition("\n")[0]
-            raise UnsupportedModelError(f"XLA does not compile the step's plan: {told}") from error
+            raise UnsupportedModelError(refused(error)) from error
         return self._newest[key].step
 
     def _key(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:

@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 from keras_remat.backends.jax import absent_device, private
-from keras_remat.backends.jax.measure import is_out_of_memory
+from keras_remat.backends.jax.measure import is_out_of_memory, refused
 from keras_remat.backends.xla.card_compiler import CardStep
 from keras_remat.core.target import Target
 from keras_remat.errors import RematError, UnsupportedModelError
@@ -62,24 +62,22 @@ def compiled_to_the_end(module: bytes, target: Target, written: Path | None = No
     """
     try:
         with absent_device.compiler_options(written) as options:
-            card = absent_device.device(target)
-            try:
-                return private.compile_module(module, card, options)
-            except jax.errors.JaxRuntimeError as error:
-                if _NO_TILES not in str(error):
-                    raise
-                return private.compile_module(module, card, options | _WITHOUT_TRITON)
+            return _compiled(module, absent_device.device(target), options)
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error):
             return CardStep(temp_size_in_bytes=int(target.total_bytes or 0))
-        raise UnsupportedModelError(_refused(error)) from error
+        raise UnsupportedModelError(refused(error, "XLA:GPU")) from error
     except ValueError as error:  # what the front end cannot read
-        raise UnsupportedModelError(_refused(error)) from error
+        raise UnsupportedModelError(refused(error, "XLA:GPU")) from error
 
 
-def _refused(error: Exception) -> str:
-    told = str(error).strip().splitlines() or [type(error).__name__]
-    return f"XLA:GPU does not compile the step: {told[0][:200]}"
+def _compiled(module: bytes, card: Any, options: dict[str, Any]) -> Any:
+    try:
+        return private.compile_module(module, card, options)
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_TILES not in str(error):
+            raise
+        return private.compile_module(module, card, options | _WITHOUT_TRITON)
 
 
 def step_in(written: Path) -> CardStep:
@@ -135,7 +133,7 @@ def _answer(module: bytes, target: Target, written: Path) -> Any:
             ended.append(compiled_to_the_end(module, target, written))
         except Exception as error:  # whatever a compiler raises
             known = isinstance(error, RematError)
-            ended.append(error if known else UnsupportedModelError(_refused(error)))
+            ended.append(error if known else UnsupportedModelError(refused(error, "XLA:GPU")))
 
     compiling = threading.Thread(target=compile_step, daemon=True)
     compiling.start()

@@ -76,6 +76,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def refused(error: Exception, compiler: str = "XLA") -> str:
+    """Returns that a compiler does not compile a step, and the first line of why."""
+    told = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{compiler} does not compile the step: {told[0][:200]}"
+
+
 def live_target() -> Target:
     """Returns the target of the device that trains."""
     device = first_device()
