@@ -1,6 +1,7 @@
 """What constants of the search are worth: the same problems with other values of each.
 
     python benchmarks/ablation.py looks [--output FILE.md]
+    python benchmarks/ablation.py native [--output FILE.md]
     python benchmarks/ablation.py gaps [--alive 89,85,81] [--output FILE.md]
     KERAS_BACKEND=torch python benchmarks/ablation.py settings [--output FILE.md]
 
@@ -9,6 +10,9 @@ so many times as many missing ops, until another one costs less
 (:mod:`keras_remat.solvers.search.eviction`). Problems are RematBench's at their lowest budget, and
 a U-Net of 256 px in 8 slices at shares of the floor of its whole ops. The table has the steps an op
 and what the schedule adds; steps are counted work, the same on every machine.
+
+``native``: a pass of greedy eviction over each of these problems as Python, and as machine code, by
+the seconds of both; the orders are the same.
 
 ``gaps``: ops of that U-Net's schedules of so many MiB alive change places until no more than 0.6 of
 that floor is in use, by the replay of the allocator
@@ -49,6 +53,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import is_sliced
 from keras_remat.planning.slice_candidates import candidates
 from keras_remat.planning.slice_costs import costs_of
+from keras_remat.solvers.engines import native as engine
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.search import eviction, greedy
@@ -59,6 +64,8 @@ _PROBLEMS = ("unet_b8", "mobilenet_b32", "convnext_tiny_b32", "resnet50_b32", "g
 _SHARES, _LIMIT_SHARE = (0.7, 0.6, 0.56, 0.53), 0.6
 #: Steps an op for the U-Net's schedules.
 _PATIENCE = 200
+#: Of the passes that are timed.
+_POLICY = eviction.Policy(1.0, 0.5)
 #: Values of ``LOOKED_AT_AGAIN``; with the last one all is looked at at once.
 _TIMES = (2, 6, 20, 10**9)
 #: Values of the constants of ``gaps``: as they are, and with one at another value.
@@ -112,9 +119,9 @@ class _Counted(eviction.Eviction):
 
     steps_of_all = 0
 
-    def run(self, limit: int) -> tuple[int, ...]:
+    def run(self, limit: int, *, compiled: bool | None = None) -> tuple[int, ...]:
         try:
-            return super().run(limit)
+            return super().run(limit, compiled=compiled)
         finally:
             _Counted.steps_of_all += self.steps
 
@@ -147,6 +154,26 @@ def added(problem: Problem, found: Sequence[Sequence[int]]) -> str:
         return "none"
     seconds = simulate(problem, Schedule(tuple(found[-1]))).time_s
     return f"+{seconds / problem.store_all_time_s - 1:.1%}"
+
+
+def native(report: Report, given: argparse.Namespace) -> None:
+    """Reports the seconds of a pass of greedy eviction, as Python and as machine code."""
+    if not engine.is_compiled(engine.LONGEST_S):
+        raise SystemExit("Numba is not installed, or has no place for its machine code")
+    report.add("", head(["problem", "ops", "Python, s", "machine code, s", "orders"], left=1))
+    eviction.warm_up()
+    for name, problem in looked_at():
+        base, spent_s, found = base_orders(problem)[-1], [], []
+        for compiled in (False, True):
+            run = eviction.Eviction(problem, base, _POLICY, NO_DEADLINE, float("inf"))
+            began_s = time.process_time()
+            try:
+                found.append(run.run(_PATIENCE * len(base), compiled=compiled))
+            except eviction.StuckError as error:
+                found.append((str(error),))
+            spent_s.append(f"{time.process_time() - began_s:.3f}")
+        equal = "equal" if found[0] == found[1] else "DIFFERENT"
+        report.add(line_of([name, len(problem.graph.ops), *spent_s, equal]))
 
 
 def gaps(report: Report, given: argparse.Namespace) -> None:
@@ -212,7 +239,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, int]:
 def main(argv: list[str] | None = None) -> int:
     """Prints the tables of one part."""
     parser = command_line(__doc__)
-    parts = {"looks": looks, "gaps": gaps, "settings": settings}
+    parts = {"looks": looks, "native": native, "gaps": gaps, "settings": settings}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--alive", default="89,85,81", metavar="A,B", help="MiB, of gaps")
     parser.add_argument("--models", default="unet,transformer,two_inputs", help="of settings")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from keras_remat.core.graph import Graph
-from keras_remat.core.problem import Problem
 
 
 def predecessors(graph: Graph, op_id: int) -> set[int]:
@@ -56,18 +55,17 @@ def descendants_of(graph: Graph, op_id: int) -> set[int]:
     return found - {op_id}
 
 
-def last_runs(problem: Problem, base: Sequence[int]) -> list[int]:
+def last_runs(graph: Graph, base: Sequence[int]) -> list[int]:
     """Returns for each op the position in a base order before which it may last run again: that of
     the first op that must follow it (S4), the end where none must, and -1 where S3 forbids it.
 
     >>> from keras_remat.core.graph import chain_example
-    >>> from keras_remat.core.profile import Profile
-    >>> last_runs(Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0)), (0, 1, 2, 3, 4))
+    >>> last_runs(chain_example(), (0, 1, 2, 3, 4))
     [5, 5, 5, 5, 5]
     """
-    last = [len(base) if op.recomputable else -1 for op in problem.graph.ops]
+    last = [len(base) if op.recomputable else -1 for op in graph.ops]
     for position, op_id in enumerate(base):
-        for earlier in problem.graph.ops[op_id].after:
+        for earlier in graph.ops[op_id].after:
             last[earlier] = min(last[earlier], position)
     return last
 

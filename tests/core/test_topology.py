@@ -46,4 +46,4 @@ def test_the_first_follower_and_an_effect_end_the_runs_of_an_op() -> None:
         (),
     )
     problem = Problem(graph, Profile((1.0,) * 4, (0,) * 4, 0))
-    assert last_runs(problem, (1, 0, 2, 3)) == [2, -1, 3, 4]
+    assert last_runs(problem.graph, (1, 0, 2, 3)) == [2, -1, 3, 4]

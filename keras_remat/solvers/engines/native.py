@@ -6,15 +6,17 @@ and Windows (numba 4 MB and llvmlite 55 MB to download on Linux, 210 MB unpacked
 NumPy releases this package runs on, and compiles the source that is also the oracle of its tests.
 Importing it takes half a second, so it is imported only when a search needs it.
 
-A *kernel* module holds functions of flat sequences and numbers under :func:`jit`. They are written
-so that arrays and lists serve alike. :func:`plain` gives the same functions as ordinary Python.
+A *kernel* module holds functions of flat sequences, records and numbers under :func:`jit`. They are
+written so that arrays and lists serve alike, and :func:`kernel` gives them as machine code or as
+ordinary Python.
 
-Compiling takes about ten seconds, once per machine and release: Numba keeps the machine code in
+Compiling takes about half a minute, once per machine and release: Numba keeps the machine code in
 ``__pycache__``, or in the user's cache folder where that cannot be written. No solve waits for it.
 :func:`begin` compiles in a process of its own, and until :func:`is_compiled` says that its machine
-code is there, searches run as Python, at a fiftieth of the speed. So the first solve after an
-installation makes fewer moves than the second. Where nothing can be written, or Numba is missing,
-all solves run as Python.
+code is there, searches run as Python: moves at a fiftieth of the speed, and greedy's passes at a
+quarter to a twelfth (``benchmarks/ablation.py native``). So the first solve after an installation
+makes fewer moves than the second. Where nothing can be written, or Numba is missing, all solves run
+as Python.
 """
 
 from __future__ import annotations
@@ -30,20 +32,19 @@ from keras_remat.core import interpreter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-KERNEL = "keras_remat.solvers.engines.moves"
-WARM_UP = "from keras_remat.solvers.search import anneal; anneal.warm_up()"
+MOVES = "keras_remat.solvers.engines.moves"
+WARM_UP = (
+    "from keras_remat.solvers.search import anneal, eviction; eviction.warm_up(); anneal.warm_up()"
+)
 """What the process that compiles runs."""
 LONGEST_S = 120.0
 """Seconds in which compiling is done on any machine."""
 
 
 def jit(function: F) -> F:
-    """Compiles a function of a kernel module when it is first called, where Numba can."""
-    try:
-        return compiled_once(function)
-    except (ImportError, RuntimeError):
-        function.py_func = function  # type: ignore[attr-defined]
-        return function
+    """Marks a function of a kernel module; :func:`kernel` compiles it."""
+    function.is_kernel = True  # type: ignore[attr-defined]
+    return function
 
 
 def compiled_once(function: F) -> F:
@@ -58,19 +59,19 @@ def compiled_once(function: F) -> F:
     return cast(F, njit(cache=True)(function))
 
 
-def kernel(*, compiled: bool) -> Any:
-    """Returns the functions of the kernel, compiled or as ordinary Python for lists.
+@cache
+def kernel(module_name: str, *, compiled: bool) -> Any:
+    """Returns the functions of a kernel module, compiled or as ordinary Python for lists.
 
     In Python a function ``f`` that has a twin ``f_in_numpy`` is replaced by it.
     """
-    module = importlib.import_module(KERNEL)
-    if compiled:
-        return module
+    module = importlib.import_module(module_name)
     space = dict(vars(module))
     for name, function in vars(module).items():
-        if hasattr(function, "py_func"):
-            source = space.get(f"{name}_in_numpy", function.py_func)
-            space[name] = FunctionType(source.__code__, space, name, source.__defaults__)
+        if hasattr(function, "is_kernel"):
+            source = function if compiled else space.get(f"{name}_in_numpy", function)
+            own = FunctionType(source.__code__, space, name, source.__defaults__)
+            space[name] = compiled_once(own) if compiled else own
     return SimpleNamespace(**space)
 
 

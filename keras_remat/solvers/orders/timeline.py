@@ -49,7 +49,7 @@ class Timeline:
 
     def __init__(self, problem: Problem, order: Sequence[int], *, compiled: bool = True):
         self.problem, self.compiled = problem, compiled
-        self.kernel = native.kernel(compiled=compiled)
+        self.kernel = native.kernel(native.MOVES, compiled=compiled)
         self._place(order)
 
     def _place(self, order: Sequence[int]) -> None:

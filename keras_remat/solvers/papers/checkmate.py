@@ -98,7 +98,7 @@ def last_useful_stages(problem: Problem, ops: tuple[int, ...]) -> tuple[list[int
         ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
     """
     graph = problem.graph
-    n, allowed_until = len(ops), last_runs(problem, ops)
+    n, allowed_until = len(ops), last_runs(problem.graph, ops)
     read_until = [-1] * len(graph.values)
     for v in graph.outputs:
         read_until[v] = n + 1

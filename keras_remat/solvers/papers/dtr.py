@@ -251,7 +251,7 @@ def _never_and_ever_evicted(
             read_until[v] = at
     for v in graph.outputs:
         read_until[v] = len(order)
-    run_until = last_runs(problem, order)
+    run_until = last_runs(problem.graph, order)
     small, allowed = [], []
     for value in graph.values:
         small.append(value.producer is not None and value.nbytes < threshold)

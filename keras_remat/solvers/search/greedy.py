@@ -29,7 +29,7 @@ from keras_remat.core.slices import is_sliced
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
-from keras_remat.solvers.search.eviction import Eviction, Policy, StuckError
+from keras_remat.solvers.search.eviction import Eviction, Policy, StuckError, Tables
 
 POLICIES = (
     Policy(1.0, 1.0),
@@ -236,6 +236,7 @@ class _Passes:
     ):
         self._problem, self._budget, self._deadline = problem, budget, deadline
         self._left, self._sure, self.best_s = left, sure, best_s
+        self._tables = Tables(problem.graph)
 
     @property
     def _clock(self) -> Deadline:
@@ -257,7 +258,7 @@ class _Passes:
         """
         known_s = self._problem.store_all_time_s
         most_s = known_s + OPTIONS.trim_gain * (self.best_s - known_s)
-        run = Eviction(tighter, order, policy, self._clock, most_s)
+        run = Eviction(tighter, order, policy, self._clock, most_s, self._tables)
         try:
             found = run.run(min(max(self._left, self._sure), most_steps))
         except StuckError:

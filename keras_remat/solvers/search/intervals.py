@@ -140,7 +140,7 @@ def candidates(problem: Problem, base: Sequence[int], depth: int) -> set[Pair]:
     """
     graph = problem.graph
     place = {op_id: at for at, op_id in enumerate(base)}
-    last = last_runs(problem, base)  # slot after which S4 forbids another run
+    last = last_runs(problem.graph, base)  # slot after which S4 forbids another run
     live = live_bytes(problem, Schedule(tuple(base)))
     tight = np.concatenate([[0], np.cumsum(live > TIGHT_SHARE * (problem.budget_bytes or 0))])
     least_gap = max(1, len(base) // 300)

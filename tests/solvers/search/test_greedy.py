@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 from graph_builder import Builder
-from random_problems import chain_problem, mixed_problem, seeds
+from random_problems import chain_problem, mixed_problem, normalized_in_slices, seeds
 
 from keras_remat.core.deadline import NO_DEADLINE, Deadline
-from keras_remat.core.graph import Graph, Op, Value, chain_example
+from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
 from keras_remat.core.validate import validate
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers import SOLVERS
@@ -112,39 +111,6 @@ def test_small_values_stay_for_recomputations() -> None:
         spread,
         result,
     )
-
-
-def normalized_in_slices(layers: int, parts: int, nbytes: int = 64) -> tuple[Problem, int]:
-    """Layers that normalize over the batch, in slices: each reads a sum over what the one before
-    makes, forward and backward. Returns the problem, and the floor of its whole ops."""
-    ops: list[Op] = []
-    values, rules = [Value(0, "x", nbytes)], {}
-
-    def add(name: str, read: tuple[int, ...], whole: tuple[int, ...], is_sum: bool) -> int:
-        value = Value(len(values), name, 1 if is_sum else nbytes, producer=len(ops))
-        rules[len(ops)] = SliceRule(
-            frozenset(read), frozenset(whole), frozenset({value.id} if is_sum else ()), divides=64
-        )
-        ops.append(Op(len(ops), name, name, (*read, *whole), (value.id,)))
-        values.append(value)
-        return value.id
-
-    made, sums, outputs = [0], [], []
-    for at in range(layers):
-        made.append(add(f"y_{at}", (made[-1],), tuple(sums[-1:]), is_sum=False))
-        sums.append(add(f"s_{at}", (made[-1],), (), is_sum=True))
-    gradient = add("loss", (made[-1],), (sums[-1],), is_sum=False)
-    for at in reversed(range(layers)):
-        read = gradient, made[at + 1]
-        outputs.append(add(f"t_{at}", read, (sums[at],), is_sum=True))
-        gradient = add(f"g_{at}", read, (sums[at], outputs[-1]), is_sum=False)
-    graph = Graph(tuple(ops), tuple(values), tuple(outputs))
-    sliced = sliced_graph(graph, rules, Slicing(tuple(rules), parts)).graph
-    whole, costs = (
-        Problem(of, Profile((1.0,) * len(of.ops), (0,) * len(of.ops), nbytes))
-        for of in (graph, sliced)
-    )
-    return costs, whole.floor_bytes
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8])
