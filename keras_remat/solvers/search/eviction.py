@@ -55,6 +55,7 @@ parts of the batch: those of a U-Net took the share, statistics of some layers w
 less than 81 MiB had no schedule, where 60 have one."""
 NATIVE_OPS = 500
 """Graphs with fewer ops are done in Python before machine code is loaded, which takes a second."""
+_DTYPES = {int: np.int64, float: np.float64, bool: np.bool_}
 _WHY = {
     evictions.FULL: "nothing can be evicted",
     evictions.EXPLODED: "the recomputations exploded",
@@ -113,22 +114,23 @@ class Tables:
         ]
         self.links: list[int] = []
         self.ops = (
-            self._linked("inputs", self.inputs)
-            | self._linked("by_id", map(sorted, self.inputs))
-            | self._linked("outputs", (op.outputs for op in ops))
-            | self._linked("reuse", reuse)
-            | self._linked(
+            _linked(self.links, "inputs", self.inputs)
+            | _linked(self.links, "by_id", map(sorted, self.inputs))
+            | _linked(self.links, "outputs", (op.outputs for op in ops))
+            | _linked(self.links, "reuse", reuse)
+            | _linked(
+                self.links,
                 "reuse_sizes",
                 (
                     [place.get(values[v].nbytes, -1) for v in one]
                     for one, place in zip(reuse, places, strict=True)
                 ),
             )
-            | self._linked("sizes", (place.values() for place in places))
+            | _linked(self.links, "sizes", (place.values() for place in places))
         )
         self.values = {"nbytes": [value.nbytes for value in values], "producer": producer}
-        self.values |= self._linked("readers", graph.readers)
-        self.values |= self._linked("children", graph.children)
+        self.values |= _linked(self.links, "readers", graph.readers)
+        self.values |= _linked(self.links, "children", graph.children)
         self.sizes = {"nbytes": [one for one, _ in sizes], "outputs": [one for _, one in sizes]}
         self._small = _small_values(graph)
         self._small_bytes = list(accumulate(values[v].nbytes for v in self._small))
@@ -147,13 +149,9 @@ class Tables:
         """Returns what all passes over a base order share."""
         if base not in self._of_base:
             links, graph = list(self.links), self._graph
-            reads = _appended(links, "reads", _reads(graph, self.inputs, base))
+            reads = _linked(links, "reads", _reads(graph, self.inputs, base))
             self._of_base[base] = _BaseTables(links, reads, last_runs(graph, base))
         return self._of_base[base]
-
-    def _linked(self, name: str, members: Iterable[Iterable[int]]) -> dict[str, list[int]]:
-        """Adds lists to the links; returns where each begins and ends, as columns."""
-        return _appended(self.links, name, members)
 
 
 def _small_values(graph: Graph) -> list[int]:
@@ -179,9 +177,8 @@ def _reads(graph: Graph, inputs: Sequence[Sequence[int]], base: Sequence[int]) -
     return reads
 
 
-def _appended(
-    links: list[int], name: str, members: Iterable[Iterable[int]]
-) -> dict[str, list[int]]:
+def _linked(links: list[int], name: str, members: Iterable[Iterable[int]]) -> dict[str, list[int]]:
+    """Adds lists to links; returns where each begins and ends, as columns."""
     begins, ends = list[int](), list[int]()
     for one in members:
         begins.append(len(links))
@@ -303,7 +300,8 @@ class Eviction:
 
 def _rows(kinds: Mapping[str, type], columns: Columns, count: int) -> Any:
     """Returns records as the rows of an array; what has no column is zero."""
-    array = np.zeros(count, dtype=list(kinds.items())).view(np.recarray)
+    dtype = [(name, _DTYPES[kind]) for name, kind in kinds.items()]
+    array = np.zeros(count, dtype=dtype).view(np.recarray)
     for name, column in columns.items():
         array[name] = column
     return np.asarray(array)
