@@ -47,8 +47,8 @@ POOLING_GRADIENT = "select_and_scatter_add"
 and a scatter, which on a CPU all exist."""
 
 POOLING_PIECES = 8
-"""In how many pieces of the batch it is lowered there; its samples have nothing to do with each
-other, so the numbers stay the same to the bit."""
+"""In how many pieces of the batch it is lowered there at most; its samples have nothing to do with
+each other, so the numbers stay the same to the bit."""
 
 
 GPU_KINDS = on_gpu(
@@ -262,14 +262,12 @@ def _is_of_rows(reduction: Equation, program: Any) -> bool:
     return tuple(reduction.source.params["axes"]) == (program.avals[reduced].ndim - 1,)
 
 
-def in_pieces(eqn: Any) -> bool:
-    """Returns whether an equation is a :data:`POOLING_GRADIENT` whose batch can be split into
-    :data:`POOLING_PIECES`."""
+def pooling_pieces(eqn: Any) -> int:
+    """Returns in how many pieces of the batch an equation is lowered on a CPU: one, but for a
+    :data:`POOLING_GRADIENT`."""
     if eqn.primitive.name != POOLING_GRADIENT:
-        return False
+        return 1
     whole = (eqn.params["window_dimensions"][0], eqn.params["window_strides"][0]) == (1, 1)
-    return (
-        whole
-        and tuple(eqn.params["padding"][0]) == (0, 0)
-        and eqn.invars[0].aval.shape[0] % POOLING_PIECES == 0
-    )
+    alike = whole and tuple(eqn.params["padding"][0]) == (0, 0)
+    samples = eqn.invars[0].aval.shape[0]
+    return max(n for n in range(1, POOLING_PIECES + 1) if samples % n == 0) if alike else 1

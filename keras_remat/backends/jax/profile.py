@@ -21,13 +21,12 @@ from keras_remat.backends.jax.kinds import (
     KERNEL_GRADIENT,
     KINDS,
     POOLING_GRADIENT,
-    POOLING_PIECES,
     PRODUCT,
     copied_operands,
-    in_pieces,
     is_emulated,
     kinds_of,
     padded_operand,
+    pooling_pieces,
 )
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
@@ -148,8 +147,7 @@ def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
     """Returns what XLA:CPU expands one primitive into, beside its operands and result."""
     result = sum(sizes[number] for number in equation.outputs[:1])
     if equation.kind == POOLING_GRADIENT:
-        pieces = POOLING_PIECES if in_pieces(equation.source) else 1
-        return POOLING_BUFFERS * result // pieces
+        return POOLING_BUFFERS * result // pooling_pieces(equation.source)
     if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
         # the gradient of a depthwise kernel is that of a dense one, most of it thrown away
         groups = int(equation.source.params["batch_group_count"])

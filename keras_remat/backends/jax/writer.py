@@ -21,15 +21,14 @@ from keras_remat.backends.jax.kinds import (
     KERNEL_GRADIENT,
     KINDS,
     POOLING_GRADIENT,
-    POOLING_PIECES,
     SCAN,
     copied_operands,
     holds_images_first,
-    in_pieces,
     is_channels_first,
     is_emulated,
     is_of_transposed,
     kernel_shapes,
+    pooling_pieces,
     reads_a_copy,
     turned,
 )
@@ -67,8 +66,9 @@ class JaxWriter(Writer):
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
         with jax.named_scope(equation.scope):
-            if self.uses_branches and in_pieces(equation.source):
-                return _bind_in_pieces(equation.source, inputs)
+            pieces = pooling_pieces(equation.source) if self.uses_branches else 1
+            if pieces > 1:
+                return _bind_in_pieces(equation.source, inputs, pieces)
             stacks = _late_stacks(equation, inputs) if self.starts_stacks_late else []
             if stacks:
                 return private.scan_into(equation.source, inputs, stacks)
@@ -275,9 +275,9 @@ class ShardedWriter(JaxWriter):
         return mapped
 
 
-def _bind_in_pieces(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def _bind_in_pieces(eqn: Any, inputs: Sequence[Any], pieces: int) -> list[Any]:
     """Runs an equation that treats samples alike on a part of them after the other."""
-    parts = [x.reshape(POOLING_PIECES, -1, *x.shape[1:]) for x in inputs]
+    parts = [x.reshape(pieces, -1, *x.shape[1:]) for x in inputs]
     results = lax.map(lambda part: private.bind(eqn, part), parts)
     return [x.reshape(-1, *x.shape[2:]) for x in results]
 

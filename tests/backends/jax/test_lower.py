@@ -122,10 +122,12 @@ def test_what_is_written_again_is_left_by_the_compiler():
         assert hlo_text.left(text, name, shape) == stands > 0, name
 
 
-def test_the_gradient_of_pooling_is_lowered_in_pieces_of_the_batch():
-    """XLA expands it into arrays of its input's size; the numbers stay the same to the bit."""
+@pytest.mark.parametrize("samples", [64, 4, 10])
+def test_the_gradient_of_pooling_is_lowered_in_pieces_of_the_batch(samples):
+    """XLA expands it into arrays of its input's size; the numbers stay the same to the bit. A part
+    of a batch has few samples, too."""
     model = models.pooled()
-    batches = [models.batch(model, 64, seed=s) for s in range(3)]
+    batches = [models.batch(model, samples, seed=s) for s in range(3)]
     traced = trace(model, batches[0])
     plain, lowered = lower_plain(traced), lower(traced, Schedule.store_all(traced.graph))
     assert memory(lowered).temp_bytes <= 0.65 * memory(plain).temp_bytes
