@@ -1,5 +1,4 @@
-"""TensorFlow's BFC allocator, in miniature: what an order of allocations takes once chunks cannot
-be split at will.
+"""Imitates TensorFlow's BFC allocator, which does not split every chunk.
 
 The allocator's ``bytes_in_use`` counts whole chunks. A free chunk is handed out whole unless it is
 at least twice the request or 128 MiB larger (``BFCAllocator::FindChunkPtr`` of TensorFlow 2.21), so
@@ -17,11 +16,11 @@ from typing import NamedTuple
 
 from keras_remat.units import KIB, MIB
 
-#: Chunks are multiples of it.
+#: Chunks are multiples of this size.
 GRANULE_BYTES = 256
 _MAX_INTERNAL_FRAGMENTATION_BYTES = 128 * MIB
 _FIRST_REGION_BYTES = 2 * MIB
-#: From one region that the replay adds to the next.
+#: Distance between the addresses of two regions that the replay adds.
 _APART = 2**50
 #: oneDNN's CPU allocator sends smaller requests to the system's allocator and leaves them out of
 #: its statistics.
@@ -29,12 +28,12 @@ ONEDNN_SMALL_BYTES = 256 * KIB
 
 
 class Extent(NamedTuple):
-    """Says where a chunk lies.
+    """Holds the place of a chunk.
 
     Args:
-        address: its first.
-        nbytes: of the whole chunk.
-        requested_bytes: so many were asked for; 0 where it is free.
+        address: its first address.
+        nbytes: bytes of the whole chunk.
+        requested_bytes: bytes that were requested; 0 where the chunk is free.
     """
 
     address: int
@@ -43,12 +42,12 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Returns the first address behind it."""
+        """Returns the first address behind the chunk."""
         return self.address + self.nbytes
 
 
 class Block:
-    """Is a chunk of the miniature pool, free or in use."""
+    """Represents a chunk of the imitated pool, free or in use."""
 
     __slots__ = ("address", "before", "behind", "free", "size")
 
@@ -64,11 +63,11 @@ class BestFitAllocator:
     Args:
         smallest_bytes: requests below this are not served here (they return ``None`` and count
             nothing).
-        region_bytes: size of one region taken at the start, as on a GPU; where it is used up, or 0,
-            regions grow by doubling, as on the CPU.
+        region_bytes: bytes of one region taken at the start, as on a GPU. Where it is used up, or
+            0, regions are added that double in size, as on the CPU.
 
     Attributes:
-        bytes_in_use, peak_bytes: whole chunks handed out now, and the most so far.
+        bytes_in_use, peak_bytes: bytes of the chunks handed out now, and the most so far.
     """
 
     def __init__(self, *, smallest_bytes: int = 0, region_bytes: int = 0):
@@ -82,11 +81,11 @@ class BestFitAllocator:
             self._add(Block(next(self._next_address), region_bytes))
 
     def add_regions(self, extents: Iterable[Extent], total_bytes: int) -> list[Block]:
-        """Takes the chunks of regions that exist; returns those in use.
+        """Takes over the chunks of existing regions; returns those in use.
 
         Args:
-            extents: by address.
-            total_bytes: of all regions.
+            extents: the chunks, by address.
+            total_bytes: bytes of all regions.
         """
         before, in_use = None, []
         for extent in extents:
@@ -106,7 +105,7 @@ class BestFitAllocator:
 
     @property
     def free_chunks(self) -> tuple[tuple[int, int], ...]:
-        """Returns size and address of every free chunk, in the order in which they are asked."""
+        """Returns size and address of every free chunk, in the order in which they are tried."""
         return tuple(self._free)
 
     def _add(self, chunk: Block) -> None:
@@ -123,8 +122,8 @@ class BestFitAllocator:
             self._next_region_bytes *= 2
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Hands out a chunk of at least ``nbytes``; ``None`` for nothing or for requests served
-        elsewhere."""
+        """Hands out a chunk of at least ``nbytes``; ``None`` for 0 bytes and for requests that
+        another allocator serves."""
         if nbytes <= 0 or nbytes < self._smallest:
             return None
         request = rounded(nbytes)
@@ -146,8 +145,8 @@ class BestFitAllocator:
         return chunk
 
     def unplaced(self, nbytes: int) -> Block:
-        """Returns a chunk that is counted as in use already. Nobody knows where it lies: it is next
-        to nothing that is free."""
+        """Returns a chunk in use that is counted already and whose place is unknown: it has no
+        neighbours."""
         chunk = Block(next(self._next_address), nbytes)
         chunk.free = False
         self._chunk_at[chunk.address] = chunk
@@ -173,12 +172,12 @@ class BestFitAllocator:
 
 
 def rounded(nbytes: int) -> int:
-    """Returns what TensorFlow's allocators make of a request."""
+    """Returns the bytes that TensorFlow's allocators round a request up to."""
     return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 def _is_split(chunk_bytes: int, request_bytes: int) -> bool:
-    """Returns whether a chunk is split for a request, and not handed out whole."""
+    """Returns whether a chunk is split for a request rather than handed out whole."""
     return (
         chunk_bytes >= 2 * request_bytes
         or chunk_bytes - request_bytes >= _MAX_INTERNAL_FRAGMENTATION_BYTES

@@ -1,12 +1,12 @@
-"""What a compiled step that ran out of memory leaves behind in its variables.
+"""Protects the variables of a compiled step that ran out of memory from being freed twice.
 
-XLA writes an updated variable into the memory of the old one, which the variable *donates*. Where
-the launch fails because its temporary memory cannot be allocated, XLA gives the donated memory back
+XLA writes an updated variable into the memory of its old value, which the variable *donates*. If
+the launch fails because XLA cannot allocate its temporary memory, XLA gives the donated memory back
 to the allocator, although the variables still hold it (TensorFlow 2.16 to 2.21:
 ``PopulateExecutionInputBuffer`` in ``tensorflow/compiler/jit/xla_launch_util.cc`` lends ownership,
-and ``GenerateBufferAllocations`` in XLA's executables fails before it is returned). The next
-assignment frees it a second time, and the allocator ends the process. So the old values of such
-variables must never be freed. Nothing is lost by it: their memory is back in the pool already.
+and ``GenerateBufferAllocations`` in XLA's executables fails before ownership is returned). The next
+assignment frees the memory a second time, and the allocator ends the process. So the old values of
+such variables must never be freed. Nothing is lost: their memory is back in the pool already.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import tensorflow as tf
 
 from keras_remat.units import MIB
 
-#: Memory that may be abandoned in vain, where what else came and went hides the truth.
+#: Memory that may be abandoned needlessly, where other allocations hide whether it was donated.
 _NEGLIGIBLE_BYTES = 64 * MIB
-#: What an allocator may round up, all small variables together.
+#: The most bytes that an allocator rounds up, for all small variables together.
 _ROUNDING_BYTES = MIB
 
 
 def abandon_donated(variables: Sequence[Any], updated: Collection[int], missing_bytes: int) -> None:
-    """Keeps what a failed launch gave back to the allocator from being freed once more.
+    """Keeps memory that a failed launch gave back to the allocator from being freed once more.
 
     Args:
         variables: ``tf.Variable`` objects.
-        updated: ``id`` of those among them that every step updates.
-        missing_bytes: by how much less is in use than before the step.
+        updated: ``id`` of those variables that every step updates.
+        missing_bytes: bytes in use before the step less those in use now.
     """
     surely = sum(nbytes(v) for v in variables if id(v) in updated)
     if missing_bytes <= 0 and surely > _NEGLIGIBLE_BYTES:
@@ -43,12 +43,12 @@ def abandon_donated(variables: Sequence[Any], updated: Collection[int], missing_
 
 
 def keep_for_ever(value: Any) -> None:
-    """Adds a reference that nobody gives back, not even the interpreter when it ends."""
+    """Adds a reference that is never given back, not even when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def nbytes(variable: Any) -> int:
-    """Returns the bytes of a variable's value, whose shape may not be the variable's to know."""
+    """Returns the bytes of a variable's value, also if the variable has no static shape."""
     elements = variable.shape.num_elements()
     elements = tf.size(variable) if elements is None else elements
     return int(elements) * int(variable.dtype.size)

@@ -1,4 +1,4 @@
-"""Which of TensorFlow's errors say that the device had no memory left.
+"""Recognizes the errors by which TensorFlow says that the device had no memory left.
 
 A GPU without memory raises many errors. A copy to it that fails is an ``InternalError``. A
 convolution is a ``NotFoundError`` where no algorithm gets its workspace. CUDA's libraries have
@@ -20,7 +20,7 @@ _LIBRARIES = (
     "CUFFT_ALLOC_FAILED",
 )
 
-#: Class of error, and texts: a message that has one of them says that memory ran out.
+#: Class of error, and texts: an error with one of them in its message is out of memory.
 _TEXTS: tuple[tuple[type[Exception], tuple[str, ...]], ...] = (
     (
         tf.errors.InternalError,
@@ -31,8 +31,8 @@ _TEXTS: tuple[tuple[type[Exception], tuple[str, ...]], ...] = (
     (tf.errors.AbortedError, _LIBRARIES),
 )
 
-#: How XLA says that it could not allocate a step's temporary memory; TensorFlow's own ops say
-#: "OOM when allocating tensor".
+#: XLA's message where it cannot allocate a step's temporary memory. TensorFlow's own ops say "OOM
+#: when allocating tensor".
 _XLA_TEXT = "Out of memory while trying to allocate"
 
 

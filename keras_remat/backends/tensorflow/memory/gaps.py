@@ -1,16 +1,16 @@
-"""Fewer gaps in the pool: ops of an order that do not need one another change places.
+"""Leaves fewer gaps in the pool by exchanging neighbouring ops that do not need each other.
 
-The allocator counts whole chunks, and hands out a free one whole that is less than twice the
-request (:mod:`.best_fit`). Values of a step in slices are of few sizes, 1, 2, 4 and 8 MiB of a
-U-Net's, and between those that live, chunks of 5, 6 and 7 are left for requests of 4: at the peak
-of a step of 80 MiB alive, 93 are in use. Which chunks there are follows from the order of what is
-asked for and given back. So an op that got too large a chunk, while too much was in use, is moved
-past some neighbours; what leaves less above the limit, or as much, is kept. What that is worth is
-in ``benchmarks/results/ablation.md``.
+The allocator counts whole chunks, and hands out a free chunk whole if it is less than twice the
+request (:mod:`.best_fit`). The values of a step in slices have few sizes: 1, 2, 4 and 8 MiB in a
+U-Net. Between live values, chunks of 5, 6 and 7 MiB are left for requests of 4: at the peak of a
+step with 80 MiB alive, 93 are in use. Which chunks exist follows from the order of allocations and
+deallocations. So this module picks an op that got too large a chunk while the bytes in use were
+above the limit, and moves it past some neighbours. It keeps the move unless more bytes are above
+the limit than before. ``benchmarks/results/ablation.md`` has the effect.
 
-Ops that change places do not read one another's results, nor compute the same value, so every order
-is legal, and computes the same bits. Tries are counted, so that the same problem gives the same
-order.
+Ops that change places do not read each other's results, nor compute the same value, so every order
+is legal and computes the same bits. The number of tries is fixed, so that the same problem gives
+the same order.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from keras_remat.backends.tensorflow.memory.replay import Replay, Run, Uses
 from keras_remat.core.graph import Graph
 from keras_remat.core.schedule import Schedule
 
-#: Tries, of which each draws an op, and replays the step where that one can move.
+#: Number of tries. Each draws an op and, if the op can move, replays the step.
 _TRIES = 100
-#: Past how many others an op is moved at most.
+#: How many other ops an op is moved past, at most.
 _FARTHEST = 8
 
 
 def closer(
     uses: Uses, replay: Callable[[], Replay], schedule: Schedule, limit_bytes: int
 ) -> Schedule | None:
-    """Returns an order of the same runs that has less in use above a limit, summed over the runs;
-    ``None`` where none is found.
+    """Returns an order of the same runs with fewer bytes in use above a limit, summed over the
+    runs; ``None`` where none is found.
 
     Args:
         uses: what the ops do with the pool.
-        replay: returns a replay from the pool that the first step finds.
+        replay: returns a new replay, from the pool before the first step.
+        schedule: the order to start from.
+        limit_bytes: bytes that should not be exceeded.
     """
     graph, rng = uses.problem.graph, random.Random(0)
     order, runs, found = list(schedule.order), uses.stretch(schedule.order), None
@@ -65,8 +67,8 @@ def closer(
 
 
 def _excess_bytes(replay: Replay, runs: Sequence[Run], limit_bytes: int, most: float = inf) -> int:
-    """Returns what a step has in use above a limit, summed over its runs; or a part of that, which
-    is more than ``most``."""
+    """Returns the bytes in use above a limit, summed over the runs of a step. Stops as soon as the
+    sum is more than ``most``."""
     total = 0
     for _ in replay.step(runs):
         total += max(0, replay.in_use_bytes - limit_bytes)
@@ -76,8 +78,8 @@ def _excess_bytes(replay: Replay, runs: Sequence[Run], limit_bytes: int, most: f
 
 
 def _blame(replay: Replay, runs: Sequence[Run], limit_bytes: int) -> Counter[int]:
-    """Returns position → the bytes that were in use in vain in the chunks that were asked for
-    there, summed over the runs at which too much was in use."""
+    """Returns position → unused bytes in the chunks requested there, summed over the runs with more
+    bytes in use than the limit."""
     blame, asked = Counter[int](), dict[int, tuple[int, int]]()  # value → position, bytes
     for run, chunks in replay.step(runs):
         for v, nbytes, donor in run.writes:
@@ -96,8 +98,8 @@ def _moved(
     blame: Counter[int],
     rng: random.Random,
 ) -> tuple[int, list[int]] | None:
-    """Returns a stretch of an order in which an op has moved that is to blame, and the position of
-    its first op; ``None`` where the op that was drawn cannot move."""
+    """Draws an op that is to blame and moves it. Returns the position of the first op of the
+    changed stretch, and the stretch; ``None`` where the op cannot move."""
     start = at = rng.choices(list(blame), list(blame.values()))[0]
     way, most = rng.choice((-1, 1)), rng.randint(1, _FARTHEST)
     while abs(at - start) < most and 0 <= at + way < len(order):

@@ -1,12 +1,11 @@
-"""Looks at the pool before a first plan: what is free is asked for, piece by piece, and given back,
-while TensorFlow's profiler writes down where each piece lies.
+"""Looks at the pool before a first plan: allocates the free memory in pieces and frees it again.
 
-Nothing is written to the pieces, so no memory of the system's is used up. The regions that the
-allocator adds for them are those that a step of as many bytes would have it add: a piece is never
-larger than the region that comes next.
+Meanwhile TensorFlow's profiler records where each piece lies. A step's peak depends on which chunks
+are free, since the allocator hands out a free chunk whole if it is less than twice the request.
 
-A free chunk is handed out whole that is less than twice the request. So what a step takes depends
-on which chunks there are.
+Nothing is written to the pieces, so they use no physical memory. The allocator adds regions for
+them, but only those it would add for a step of as many bytes: a piece is never larger than the next
+region.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from keras_remat.backends.tensorflow.profiler.events import Allocations
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.units import KIB
 
-#: Bytes of a first piece at least, and how many pieces have one size: each takes from the smallest
-#: free chunk that will do, and the last piece that a chunk has room for gets all of its rest. So
+#: Least bytes of the first piece, and how many pieces have one size. Each piece is taken from the
+#: smallest free chunk that is large enough, and the last piece in a chunk gets all of its rest. So
 #: chunks are seen whole, small ones first.
 _FIRST_BYTES, _OF_ONE_SIZE = 16 * KIB, 64
 
@@ -31,13 +30,13 @@ _FIRST_BYTES, _OF_ONE_SIZE = 16 * KIB, 64
 def seen_allocations(
     held_bytes: Sequence[int], most_bytes: int, smallest_bytes: int
 ) -> Allocations:
-    """Returns what the allocator was asked for, and given back; empty where the user's own profiler
+    """Returns allocations and deallocations of the pieces; empty where the user's own profiler
     runs.
 
     Args:
-        held_bytes: of what will be asked for before a step, and not be given back, each.
-        most_bytes: what may be in use meanwhile.
-        smallest_bytes: of a piece, at least.
+        held_bytes: bytes of each tensor that will be allocated before a step and not freed.
+        most_bytes: the most bytes that may be in use meanwhile.
+        smallest_bytes: the least bytes of a piece.
     """
     recorder = Recorder()
     held = _taken(held_bytes, most_bytes)
@@ -45,7 +44,7 @@ def seen_allocations(
         return []
     try:
         pieces = _taken(_sizes(smallest_bytes), most_bytes)
-        del pieces[::2]  # the profiler tells nothing of free bytes that are all in one chunk
+        del pieces[::2]  # the recording shows nothing while all free bytes are in one chunk
         pieces.clear()
     finally:
         recording = recorder.stop()
@@ -54,7 +53,7 @@ def seen_allocations(
 
 
 def _sizes(smallest_bytes: int) -> Iterator[int]:
-    """Yields the bytes of pieces, larger and larger ones."""
+    """Yields the bytes of the pieces, in growing sizes."""
     nbytes = max(_FIRST_BYTES, smallest_bytes)
     while True:
         yield from repeat(nbytes, _OF_ONE_SIZE)
@@ -62,9 +61,9 @@ def _sizes(smallest_bytes: int) -> Iterator[int]:
 
 
 def _taken(sizes: Iterable[int], most_bytes: int) -> list[tf.Tensor]:
-    """Returns what the allocator hands out for requests, up to so many bytes in use."""
+    """Allocates tensors of the given sizes, until ``most_bytes`` bytes are in use."""
     taken: list[tf.Tensor] = []
-    with suppress(tf.errors.ResourceExhaustedError):  # it has less
+    with suppress(tf.errors.ResourceExhaustedError):  # the device has less memory
         for nbytes in sizes:
             if bytes_in_use() + 2 * nbytes > most_bytes:  # a chunk may be nearly twice as large
                 break

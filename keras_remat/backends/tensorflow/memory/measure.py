@@ -1,8 +1,8 @@
-"""What a step really takes: the device allocator's peak, and time.
+"""Measures the time of a step and the peak of the device's allocator.
 
-Every GPU's allocator keeps statistics, and on a CPU those of oneDNN and BFC do; TensorFlow's plain
-CPU allocator keeps none, and some runtimes report zeros. Where there are none, nothing is raised:
-peaks are 0, and :attr:`TensorFlowDevice.has_statistics` says so.
+Allocators of GPUs keep statistics; on a CPU oneDNN's and BFC do. TensorFlow's plain CPU allocator
+keeps none, and some runtimes report zeros. Without statistics nothing is raised: peaks are 0, and
+:attr:`TensorFlowDevice.has_statistics` is false.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
 from keras_remat.units import KIB, MIB
 
-#: TensorFlow's own variables, which it reads when it makes its first tensor.
+#: TensorFlow's environment variables, which it reads when it makes its first tensor.
 _USE_BFC, _BFC_LIMIT_MIB = "TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB"
 _DEFAULT_BFC_LIMIT_MIB = 64 * KIB
 _GPU_ALLOCATOR, _ASYNC = "TF_GPU_ALLOCATOR", "cuda_malloc_async"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _TRUE = ("1", "true")
 
-#: TensorFlow's variable for the most scratch of a GPU's convolution.
+#: TensorFlow's environment variable for the most scratch of a GPU's convolution.
 WORKSPACE_LIMIT_MIB = "TF_CUDNN_WORKSPACE_LIMIT_IN_MB"
-#: What lowers the floor of a GPU's step whose largest op is a convolution.
+#: Advice for a GPU's step whose floor is a convolution.
 WORKSPACE_ADVICE = (
     "A convolution may take gigabytes of scratch on a GPU: where a limit is said to be too low for "
     f"one, set {WORKSPACE_LIMIT_MIB}=64 before TensorFlow starts."
@@ -42,18 +42,18 @@ WORKSPACE_ADVICE = (
 
 #: oneDNN's allocator counts no request below 256 KiB; BFC counts every one.
 _SMALL_REQUEST_BYTES, _COUNTED_REQUEST_BYTES = 1, 512 * KIB
-#: How often it is asked, at most, whether a request counts.
+#: How often a request is probed, at most.
 _PROBES = 5
 
 
 class TensorFlowDevice:
-    """Tells of the memory of the device that training runs on: the first visible GPU, else the CPU.
+    """Reports the memory of the training device: the first visible GPU, else the CPU.
 
-    Where several replicas train, all numbers are one replica's. Each GPU has an allocator: the one
-    with least left counts. Logical CPUs share one: each has an equal part of it.
+    Where several replicas train, all numbers are one replica's. Each GPU has its own allocator, and
+    the fullest one counts. Logical CPUs share one allocator, and each gets an equal part.
 
     Args:
-        replicas: names of the devices of a strategy, ``"GPU:1"`` say.
+        replicas: names of a strategy's devices, such as ``"GPU:1"``.
 
     Attributes:
         name: ``"GPU:0"`` or ``"CPU:0"``.
@@ -75,8 +75,7 @@ class TensorFlowDevice:
         """Returns ``"bfc"``, ``"onednn"``, ``"cuda_malloc_async"``, or ``"unknown"`` without
         statistics.
 
-        It is probed, not assumed: BFC counts a request of one byte, oneDNN's allocator only large
-        ones.
+        The allocator is probed: BFC counts a request of one byte, oneDNN's only large ones.
         """
         if _is_async():
             return _ASYNC
@@ -86,10 +85,9 @@ class TensorFlowDevice:
 
     @property
     def grows(self) -> bool:
-        """Returns whether the allocator takes memory from the system as it needs it, in several
-        regions.
+        """Returns whether the allocator adds regions as it needs memory.
 
-        A GPU's takes one region of all it may have, unless memory growth is on.
+        A GPU's takes all its memory as one region, unless memory growth is on.
         """
         if not self.name.startswith("GPU"):
             return True
@@ -113,20 +111,20 @@ class TensorFlowDevice:
         return self._most("current")
 
     def peak_bytes(self) -> int:
-        """Returns the most bytes in use since :func:`measure`, or a watch, began, whatever ran; 0
-        without statistics."""
+        """Returns the most bytes in use since :func:`measure` or a watch began; 0 without
+        statistics."""
         return self._most("peak")
 
     watched_peak_bytes = phase_peak_bytes = peak_bytes
 
     def chunk_bytes(self, nbytes: int) -> int:
-        """Returns what the allocator hands out for a request now: a free chunk goes as a whole,
-        unless it is twice as large. It is asked for that much, and nothing is written there."""
+        """Returns the bytes of the chunk that the allocator hands out for a request now. A free
+        chunk less than twice as large goes whole. The chunk is allocated, but not written to."""
         if not self.has_statistics or nbytes > self.total_bytes() - self.in_use_bytes():
             return nbytes
         try:
             return _counted_bytes(nbytes) or nbytes
-        except tf.errors.ResourceExhaustedError:  # what is free is in pieces
+        except tf.errors.ResourceExhaustedError:  # no free chunk is large enough
             return nbytes
 
     def begin_watch(self) -> None:
@@ -135,14 +133,14 @@ class TensorFlowDevice:
             _reset_peak(name)
 
     def _most(self, statistic: str) -> int:
-        """Returns the largest number of a statistic, of one replica's part of an allocator."""
+        """Returns one replica's part of a statistic, the largest over all allocators."""
         return -(-max(_memory_info(name)[statistic] for name in self.allocators) // self._sharers)
 
     def total_bytes(self) -> int:
         """Returns all the memory this process may use on the device.
 
-        On a GPU that is the allocator's limit, on a CPU what the machine, the container and BFC's
-        limit give.
+        On a GPU that is the allocator's limit; on a CPU the least of the machine's, the container's
+        and BFC's limit.
         """
         if self.name.startswith("GPU"):
             return min(private.device_memory_limit_bytes(name) for name in self.allocators)
@@ -150,7 +148,7 @@ class TensorFlowDevice:
         return (min(total, _bfc_limit_bytes()) if _bfc_is_asked_for() else total) // self._sharers
 
     def region_bytes(self) -> int:
-        """Returns the size of the one region that the allocator has; 0 where it grows."""
+        """Returns the bytes of the allocator's only region; 0 where it adds regions."""
         return 0 if self.grows else self.total_bytes()
 
     def limit_source(self) -> str:
@@ -165,7 +163,7 @@ class TensorFlowDevice:
         return "the least of machine, container and address space"
 
     def remark(self) -> str | None:
-        """Returns what makes predictions less exact here; ``None`` where nothing is known to."""
+        """Returns a sentence on what makes predictions less exact here; ``None`` for nothing."""
         if not _is_async():
             return None
         return (
@@ -174,11 +172,11 @@ class TensorFlowDevice:
         )
 
     def floor_advice(self, op: Op) -> str:
-        """Returns how a GPU's convolution is made to take less scratch; empty for other ops."""
+        """Returns advice on how a GPU's convolution takes less scratch; empty for other ops."""
         return WORKSPACE_ADVICE if on_gpu() and op.kind in kinds.CONVOLUTIONS else ""
 
     def missing_statistics_advice(self) -> str:
-        """Returns the sentence that says how peaks could be measured; empty where they can."""
+        """Returns a sentence on how peaks could be measured; empty where they can."""
         if self.has_statistics:
             return ""
         if self.name.startswith("GPU"):
@@ -193,7 +191,7 @@ class TensorFlowDevice:
 
 
 def enable_cpu_statistics() -> bool:
-    """Does what :func:`keras_remat.enable_cpu_memory_stats` says."""
+    """Implements :func:`keras_remat.enable_cpu_memory_stats`."""
     if private.has_made_devices():
         return TensorFlowDevice().has_statistics
     if tf.config.get_visible_devices("GPU") or private.onednn_is_on():
@@ -215,14 +213,14 @@ def bytes_in_use() -> int:
 def measure(
     step: Callable[[], Any], *, wait: bool = True, device: TensorFlowDevice | None = None
 ) -> tuple[Any, Usage]:
-    """Runs ``step`` once, waits for it or not, and returns its result with its time and peak.
+    """Runs ``step`` once and returns its result with its time and peak.
 
     The allocator's peak statistic is reset before. Without statistics the peak is 0.
 
     Args:
-        step: what is run.
-        wait: whether it is waited for.
-        device: whose peak it is; ``None`` for the one that training runs on.
+        step: the function to run.
+        wait: whether to wait until the result is computed.
+        device: device whose peak is measured; ``None`` for the training device.
     """
     device = device or TensorFlowDevice()
     device.begin_watch()
@@ -246,8 +244,8 @@ def synchronize(result: Any) -> None:
 
 @cache
 def _counts(name: str) -> bool:
-    """Returns whether a device's allocator keeps statistics. It is asked once: a refusal takes ten
-    times as long as an answer, and every step asks."""
+    """Returns whether a device's allocator keeps statistics. The answer is cached: a refusal takes
+    ten times as long as an answer, and every step needs it."""
     try:
         tf.config.experimental.get_memory_info(name)
     except ValueError:
@@ -273,16 +271,16 @@ def _is_async() -> bool:
 
 
 def _is_counted(nbytes: int) -> bool:
-    """Returns whether the statistics show a tensor of so many bytes while it is held."""
+    """Returns whether the statistics count a tensor of ``nbytes`` bytes."""
     return _counted_bytes(nbytes) > 0
 
 
 def _counted_bytes(nbytes: int) -> int:
-    """Returns what the statistics show for a tensor of so many bytes while it is held; 0 where it
-    does not count.
+    """Returns the bytes that the statistics show for a tensor of ``nbytes`` bytes; 0 where they do
+    not count it.
 
-    A chunk is less than twice what was asked for. What is far off is the input pipeline's, which
-    goes on in threads of its own: it is asked again.
+    A chunk is less than twice the request. A number far off includes the input pipeline's requests,
+    which go on in other threads: then the tensor is made again.
     """
     for _ in range(_PROBES):
         before = bytes_in_use()
@@ -300,5 +298,5 @@ def _bfc_is_asked_for() -> bool:
 
 
 def _bfc_limit_bytes() -> int:
-    """Returns what BFC hands out on a CPU."""
+    """Returns the most bytes that BFC hands out on a CPU."""
     return int(os.environ.get(_BFC_LIMIT_MIB, _DEFAULT_BFC_LIMIT_MIB)) * MIB

@@ -1,15 +1,15 @@
-"""The allocator's pool between two steps, as a recording of steps shows it.
+"""Reconstructs the allocator's pool between two steps from a recording of steps.
 
-TensorFlow's profiler writes down every allocation with its address, the bytes in use after it, and
-the fragmentation: the share of the free bytes that is not in the largest free chunk
-(``BFCAllocator::AddTraceMe`` of TensorFlow 2.21). That is enough to know the pool. What a step asks
-for and gives back is free between steps. While the largest chunk stays the same, two events tell
-the bytes of all regions. With those, every event tells the largest chunk, and whoever gets a part
-of it shows where it is.
+TensorFlow's profiler records every allocation with its address, the bytes in use after it, and the
+fragmentation: the share of the free bytes that is not in the largest free chunk
+(``BFCAllocator::AddTraceMe`` of TensorFlow 2.21). That is enough to know the pool. Chunks that a
+step allocates and frees are free between steps. Two events with the same largest chunk give the
+bytes of all regions. Given those, every event gives the size of the largest chunk, and an
+allocation from that chunk shows its place.
 
-Known limit: where free bytes lie that no recorded step has touched is not seen, only how many there
-are, and how large the largest chunk is. They are taken to be that one, and the rest of the largest
-chunk whose front alone was used.
+Known limit: a recording does not show where untouched free bytes lie, only how many there are and
+how large the largest chunk is. They are assumed to be that chunk, and the rest of a chunk of which
+steps used only the front.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from keras_remat.backends.tensorflow.memory.best_fit import GRANULE_BYTES, Exten
 from keras_remat.backends.tensorflow.profiler.events import Allocations
 from keras_remat.units import MIB
 
-#: What an event has to say.
+#: Keys that an event must have.
 _SAID = frozenset(
     {"addr", "allocation_bytes", "requested_bytes", "bytes_allocated", "fragmentation"}
 )
-#: Regions are multiples of it, unless the system has less.
+#: Regions are multiples of this size, unless the system has less.
 _REGION_BYTES = 2 * MIB
-#: Where chunks are said to lie that were not seen: behind all that are.
+#: Address given to unseen chunks: behind all seen ones.
 _ELSEWHERE = 2**60
-#: What is off the fragmentation, which is written with six digits.
+#: Rounding error of the fragmentation, which is written with six digits.
 _ROUNDING = 1e-6
-#: Two events whose fragmentation differs by less than this do not tell the regions' bytes, and what
-#: a smaller share of such pairs says is an accident.
+#: Two events give the regions' bytes only if their fragmentation differs by at least the first
+#: number. A result of a smaller share of such pairs than the second number is an accident.
 _LEAST_DIFFERENCE, _OFTEN_SHARE = 1e-4, 0.1
-#: How far, as a share, two events may tell other bytes than there are expected to be.
+#: Largest error, as a share, of a number of bytes that still counts as the expected one.
 _NEAR_SHARE = 0.01
 
 
 class Pool(NamedTuple):
-    """Says what is known of a pool between two steps.
+    """Holds what is known of a pool between two steps.
 
     Args:
-        extents: the free ones, and those that a recorded step asked for and that are in use after
-            the last; by address.
-        region_bytes: in all regions.
-        seen_bytes: of free extents that were seen.
-        batch_bytes: of every array of the batch that lies elsewhere.
+        extents: free chunks, and chunks that a recorded step allocated and that are still in use
+            after the last step; by address.
+        region_bytes: bytes of all regions.
+        seen_bytes: bytes of the free extents that were seen.
+        batch_bytes: bytes of each array of the batch that is not among the extents.
     """
 
     extents: tuple[Extent, ...]
@@ -59,19 +59,19 @@ class Pool(NamedTuple):
     batch_bytes: tuple[int, ...] = ()
 
     def shows_more_than(self, other: Pool) -> bool:
-        """Returns whether it shows the same regions, and more of what is free in them."""
+        """Returns whether it shows the same regions, and more free bytes in them."""
         same_regions = self.region_bytes == other.region_bytes
         return same_regions and self.seen_bytes > other.seen_bytes
 
 
 class _Event(NamedTuple):
-    """Tells of one allocation or deallocation.
+    """Holds one allocation or deallocation.
 
     Args:
         is_new: whether it is an allocation.
-        chunk: what is allocated or freed.
-        in_use_bytes: after it.
-        largest_share: of the largest free chunk in all free bytes, after it.
+        chunk: the chunk that is allocated or freed.
+        in_use_bytes: bytes in use after it.
+        largest_share: share of the free bytes that is in the largest free chunk, after it.
     """
 
     is_new: bool
@@ -81,11 +81,11 @@ class _Event(NamedTuple):
 
 
 def recorded_pool(memory: Allocations, region_bytes: int = 0) -> Pool | None:
-    """Returns the pool after the recorded steps; ``None`` where they do not tell it.
+    """Returns the pool after the recorded steps; ``None`` where the recording does not show it.
 
     Args:
-        memory: what the allocator was asked for, and given back, in the steps.
-        region_bytes: size of the one region that there is; 0 where regions are added.
+        memory: allocations and deallocations of the steps.
+        region_bytes: bytes of the allocator's only region; 0 where it adds regions.
     """
     events = list(_events(memory))
     region_bytes, since = _regions(events, region_bytes)
@@ -115,12 +115,14 @@ def recorded_pool(memory: Allocations, region_bytes: int = 0) -> Pool | None:
 def _add_unseen(
     extents: list[Extent], cut: dict[int, int], unseen_bytes: int, largest_bytes: int
 ) -> None:
-    """Adds the free bytes that no step touched: the largest chunk where no extent is as large, the
-    rest of a chunk whose front was used, and one more chunk.
+    """Adds the free bytes that no step touched.
+
+    They are the largest chunk, if no extent is that large; the rest of a chunk of which steps used
+    only the front; and one more chunk.
 
     Args:
         cut: end of a chunk that may have been split off a larger one → bytes of the chunk. The
-            rest of the larger one has at least as many.
+            rest of the larger chunk has at least as many bytes.
     """
 
     def add(nbytes: int) -> int:
@@ -128,7 +130,7 @@ def _add_unseen(
         return nbytes
 
     behind = [*(extent.address for extent in extents[1:]), _ELSEWHERE]
-    # with the bytes from each to the next one
+    # every free extent, and the bytes between it and the next extent
     free = [
         (extent, following - extent.end)
         for extent, following in zip(extents, behind, strict=True)
@@ -138,7 +140,7 @@ def _add_unseen(
     is_seen = most + GRANULE_BYTES >= largest_bytes
     if not is_seen and largest_bytes <= unseen_bytes:
         unseen_bytes -= add(largest_bytes)
-    # where the largest chunk was not seen, it begins where there is room for it
+    # if the largest chunk was not seen, it can only begin at a front with room for all of it
     least_bytes = 0 if is_seen else largest_bytes
     fronts = [
         (extent, room_bytes)
@@ -147,7 +149,7 @@ def _add_unseen(
         and extent.nbytes + room_bytes >= least_bytes
     ]
     if fronts:
-        # where the rest of one is all that was not seen, it is that one
+        # prefer the front that becomes the largest chunk when all unseen bytes are added to it
         front, room_bytes = min(
             fronts, key=lambda front: abs(front[0].nbytes + unseen_bytes - largest_bytes)
         )
@@ -159,8 +161,8 @@ def _add_unseen(
 
 
 def _events(memory: Allocations) -> Iterator[_Event]:
-    """Yields the events that say what is asked of them; of a full pool fragmentation is no
-    number."""
+    """Yields the events that have all needed keys. Skips those of a full pool, whose fragmentation
+    is not a number."""
     for _, name, said in memory:
         if not said.keys() >= _SAID or not isfinite(said["fragmentation"]):
             continue
@@ -173,13 +175,15 @@ def _events(memory: Allocations) -> Iterator[_Event]:
 
 
 def _regions(events: Sequence[_Event], expected_bytes: int) -> tuple[int, int]:
-    """Returns the bytes of all regions at the end, and the first event that they were there at;
-    0 and 0 where no events tell.
+    """Returns the bytes of all regions at the end, and the index of the first event with them; 0
+    and 0 where no events show them.
 
-    Six digits do not tell the bytes of a card's region, only whether they are what is expected.
+    The largest chunk is a share ``s`` of the free bytes ``T - u``. Where two events have the same
+    largest chunk, ``s₁(T - u₁) = s₂(T - u₂)`` gives the regions' bytes ``T``. Where they do not,
+    every pair gives another ``T``.
 
-    Of free bytes ``T - u`` the largest chunk is a share ``s``: where it is the same at two events,
-    ``s₁(T - u₁) = s₂(T - u₂)``. Where it is not, the equation says something else every time.
+    Six digits of ``s`` are too few to compute the bytes of a card's region. They only confirm the
+    expected bytes.
     """
     share = np.array([event.largest_share for event in events])
     used = np.array([event.in_use_bytes for event in events], dtype=float)
@@ -200,8 +204,8 @@ def _regions(events: Sequence[_Event], expected_bytes: int) -> tuple[int, int]:
 
 
 def _touched(events: Sequence[_Event], region_bytes: int) -> list[tuple[int, int]]:
-    """Returns where chunks of the events lie, and the largest ones that some were a part of: first
-    address and end."""
+    """Returns first address and end of the events' chunks, and of the largest free chunks that some
+    of them were taken from."""
     chunks = sorted({(event.chunk.address, event.chunk.end) for event in events})
     starts = [start for start, _ in chunks]
     rounding = _ROUNDING * region_bytes
@@ -212,16 +216,16 @@ def _touched(events: Sequence[_Event], region_bytes: int) -> list[tuple[int, int
             end = address + round(before / GRANULE_BYTES) * GRANULE_BYTES
             at = bisect_left(starts, end - rounding)
             if at < len(starts) and starts[at] <= end + rounding:
-                end = starts[at]  # the chunk behind begins where this one ends
+                end = starts[at]  # a known chunk begins there, to rounding: it is the next one
             chunks.append((address, end))
     return sorted(chunks)
 
 
 def _extents(chunks: Sequence[tuple[int, int]], in_use: dict[int, Extent]) -> Iterator[Extent]:
-    """Yields the chunks that are in use, and what is free between them, by address.
+    """Yields the chunks in use and the free ones between them, by address.
 
     Args:
-        chunks: first address and end of every part of the pool that is known; they may overlap.
+        chunks: first address and end of every known part of the pool; they may overlap.
         in_use: address → chunk.
     """
     joined: list[tuple[int, int]] = []

@@ -1,22 +1,21 @@
-"""An order of ops, replayed through TensorFlow's allocator: the peak that will be measured.
+"""Replays an order of ops through TensorFlow's allocator, to predict the measured peak.
 
-The allocator hands out whole chunks, so a step's peak is above the bytes alive. The replay repeats
-a step until it finds the pool as an earlier one did: variables that are assigned lie elsewhere in
-every step.
+The allocator hands out whole chunks, so a step's peak is above the bytes alive. Assigned variables
+move in every step. So the replay repeats the step until one starts from a pool that was seen
+before.
 
-Two things differ between allocators, and both are asked for, not assumed: the smallest request
-that counts (oneDNN's on a CPU leaves small ones to the system), and whether the pool is one region
-(a GPU's, unless memory growth is on) or grows by regions that double.
+Two things differ between allocators, and both are parameters here: the smallest request that counts
+(oneDNN's on a CPU leaves small ones to the system), and whether the pool is one region (a GPU's,
+unless memory growth is on) or adds regions that double in size.
 
-What earlier steps left free, and where variables lie, is known once steps were recorded
-(:mod:`.pool`). Until then the pool is what a look shows (:mod:`.look`), or it is taken to be empty.
-It matters: orders of U-Net's at batches of 18 to 22 were replayed at 165 to 203 MiB in an empty
-pool and measured 146 to 220. In the pool that the first recorded steps showed, others of 10 to 22
+Recorded steps show which chunks earlier steps left free, and where variables lie (:mod:`.pool`).
+Until steps are recorded, the pool is taken from a look (:mod:`.look`), or assumed to be empty. The
+pool matters: orders of U-Net's at batches of 18 to 22 were replayed at 165 to 203 MiB in an empty
+pool and measured 146 to 220. In the pool of the first recorded steps, other orders at 10 to 22
 samples were replayed at 107 to 189 MiB, and all measured the same to 0.5 MiB.
 
-Known limit: Keras's own step may move variables, and a new region may be added. A recorded pool is
-right until then. What is off is learnt from the steps that are measured
-(:mod:`keras_remat.backends.memory`).
+Known limit: a recorded pool is right until Keras's own step moves variables or the allocator adds
+a region. The error is learnt from measured steps (:mod:`keras_remat.backends.memory`).
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def replayed_peak_bytes(
     """Returns the peak over all steps of a schedule, resident bytes included.
 
     Args:
-        region_bytes: of the one region that there is; 0 where regions are added.
-        pool: that the first step finds; ``None`` for an empty one.
+        region_bytes: bytes of the allocator's only region; 0 where it adds regions.
+        pool: the pool before the first step; ``None`` for an empty one.
     """
     replay = Replay(uses, region_bytes, pool)
     for step in replay.steps(schedule):
@@ -77,17 +76,17 @@ class Replay:
 
     @property
     def in_use_bytes(self) -> int:
-        """Returns what is in use now, resident bytes included."""
+        """Returns the bytes in use now, resident bytes included."""
         return self._base + self._allocator.bytes_in_use
 
     @property
     def peak_bytes(self) -> int:
-        """Returns the most that was in use, resident bytes included."""
+        """Returns the most bytes in use so far, resident bytes included."""
         return self._base + self._allocator.peak_bytes
 
     def steps(self, schedule: Schedule) -> Iterator[Iterator[Moment]]:
-        """Yields the moments of every step, until one finds the pool as an earlier one did; those
-        of a step have to be taken before the next one's."""
+        """Yields the moments of every step, until a step starts from a pool seen before. Exhaust
+        the moments of one step before asking for the next step."""
         runs = self._uses.of(schedule)
         seen: set[tuple[object, ...]] = set()
         for _ in range(_STEPS):
@@ -107,7 +106,7 @@ class Replay:
             self._variables,
             self._uses.problem.graph.values,
         )
-        chunks: dict[int, Block | None] = {}  # value id → what it is in
+        chunks: dict[int, Block | None] = {}  # value id → its chunk
         for run in runs:
             dying = run.dying
             early = allocator.allocate(run.early_bytes)
@@ -120,7 +119,7 @@ class Replay:
             allocator.release(late)
             allocator.release(early)
             if run.assigns is not None and dying:
-                # the variable's buffer is the value's from now on, and the one it had is free
+                # the variable takes over the value's buffer, and its old one is freed
                 taken, *dying = dying
                 nbytes = values[taken].nbytes
                 allocator.release(variables.get(run.assigns) or allocator.unplaced(nbytes))
@@ -134,14 +133,14 @@ class Replay:
 def _placed(
     allocator: BestFitAllocator, pool: Pool, uses: Uses
 ) -> tuple[dict[str, Block | None], Counter[int]]:
-    """Puts the chunks of a pool in an allocator's.
+    """Puts the chunks of a pool into an allocator.
 
-    Batches wait for their step, and the next one takes the place of one that is done: as many stay
-    in use. What else is in use is of a batch of another size, which is done.
+    Arrays of batches stay in use, since the next batch takes the place of a finished one. Any other
+    chunk in use is not a variable's, but of a finished batch of another size: it is freed.
 
     Returns:
         The chunks of variables, by the name of the op that assigns them, and how many arrays of
-        batches wait, by their bytes.
+        batches are in use, by their bytes.
     """
     requested = [extent.requested_bytes for extent in pool.extents if extent.requested_bytes]
     chunks = allocator.add_regions(pool.extents, pool.region_bytes)
@@ -159,15 +158,16 @@ def _placed(
 
 
 class Run(NamedTuple):
-    """Says what a run of an op does with the pool.
+    """Holds what one run of an op does with the pool.
 
     Args:
-        position: in the order.
-        early_bytes: workspace that it asks for before its outputs.
-        writes: large values, their bytes, and the value whose buffer each takes over, if any.
-        late_bytes: workspace that it asks for after its outputs.
-        assigns: its name where it assigns a variable.
-        dying: the large values that are read last here.
+        position: position of the run in the order.
+        early_bytes: bytes of workspace requested before the outputs.
+        writes: large values written, their bytes, and the value whose buffer each takes over, if
+            any.
+        late_bytes: bytes of workspace requested after the outputs.
+        assigns: the op's name where it assigns a variable.
+        dying: large values whose last read is here.
     """
 
     position: int
@@ -178,20 +178,21 @@ class Run(NamedTuple):
     dying: list[int]
 
 
-#: A run when all that it asks for is in use: value id → the chunk of each large value.
+#: A run while all its requests are in use, and value id → chunk of every large value.
 Moment = tuple[Run, dict[int, Block | None]]
 
 
 class Uses:
-    """Holds what the ops of a graph do with the pool, worked out once for all schedules.
+    """Holds what the ops of a graph do with the pool, computed once for all schedules.
 
     Attributes:
-        peaks_bytes: schedule → its peak in the pool that is known.
-        unordered_bytes: how many ops run at once → the highest peak in no order, once simulated.
-        reads, writes: of every op, the large values, and the bytes of what it writes.
-        donors: of every op, values whose buffers it may take over, and their bytes.
-        workspace: of every op, the bytes that it asks for before its outputs, and after them.
-        assigns: of every op, its name where it assigns a variable.
+        peaks_bytes: schedule → its peak in the known pool.
+        unordered_bytes: how many ops run at once → the highest simulated peak in no order.
+        reads: for every op, the large values it reads.
+        writes: for every op, the large values it writes, with their bytes.
+        donors: for every op, values whose buffers it may take over, with their bytes.
+        workspace: for every op, the bytes requested before its outputs, and after them.
+        assigns: for every op, its name where it assigns a variable.
         kept: large values that are alive after the step.
     """
 
@@ -214,7 +215,7 @@ class Uses:
             else []
             for op in graph.ops
         ]
-        #: bytes of the large values that no op computes → how many have as many
+        #: bytes → how many large values that no op computes have that size
         self.batch = Counter(
             value.nbytes
             for value in values
@@ -229,7 +230,7 @@ class Uses:
             (n, 0) if first else (0, n) for n, first in zip(workspace, early, strict=True)
         ]
         self.assigns = [op.name if op.kind in kinds.TAKES_OVER else None for op in graph.ops]
-        #: op that assigns a variable, and its bytes
+        #: names of the ops that assign a variable, with the variable's bytes
         self.assigned = [
             (op.name, values[reads[0]].nbytes)
             for op, reads in zip(graph.ops, self.reads, strict=True)
@@ -237,7 +238,7 @@ class Uses:
         ]
 
     def of(self, schedule: Schedule) -> list[Run]:
-        """Returns the runs that the pool sees."""
+        """Returns the runs that allocate or free memory of the pool."""
         dying = self._dying(schedule.order)
         return [
             self._run(k, op_id, dying[k])
@@ -248,18 +249,19 @@ class Uses:
     def stretch(
         self, order: Sequence[int], first: int = 0, deaths: Counter[int] | None = None
     ) -> list[Run]:
-        """Returns all runs of a stretch of an order, also those that the pool does not see.
+        """Returns all runs of a stretch of an order, also those that do not touch the pool.
 
         Args:
-            first: the position that it begins at.
+            order: op ids of the stretch.
+            first: position of its first op.
             deaths: value id → how many of its instances die in it; ``None`` for a whole order.
         """
         dying = self._dying(order, deaths)
         return [self._run(first + k, op_id, dying[k]) for k, op_id in enumerate(order)]
 
     def _dying(self, order: Sequence[int], deaths: Counter[int] | None = None) -> list[list[int]]:
-        """Returns which values die at every run: where their newest instance is read last, or is
-        computed and never read."""
+        """Returns for every run the values that die there. A value dies at the last read of its
+        instance, or where it is computed if nobody reads it."""
         last: dict[int, int] = {}
         dying: list[list[int]] = [[] for _ in order]
         for k, op_id in enumerate(order):
@@ -281,8 +283,8 @@ class Uses:
         return Run(k, early, self._taking_over(op_id, dying), late, self.assigns[op_id], dying)
 
     def _taking_over(self, op_id: int, dying: list[int]) -> list[tuple[int, int, int | None]]:
-        """Returns what an op writes, each with the dying value of its size, if any, whose buffer it
-        takes over."""
+        """Returns the values that an op writes, their bytes, and for each the dying value of the
+        same size whose buffer it takes over, if any."""
         result: list[tuple[int, int, int | None]] = []
         donors = [(v, size) for v, size in self.donors[op_id] if v in dying]
         for value_id, nbytes in self.writes[op_id]:

@@ -1,4 +1,4 @@
-"""Predicts a schedule's peak by the replay of its allocations (:mod:`.replay`)."""
+"""Predicts a schedule's peak by replaying its allocations (:mod:`.replay`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import is_sliced
 
-#: Problems whose replays are remembered: a search goes back and forth between a few sizes.
+#: How many problems' replays are remembered: a search goes back and forth between a few sizes.
 _REMEMBERED = 4
 
 
@@ -26,13 +26,13 @@ class ReplayedMemory(SimulatedMemory):
     """Predicts a schedule's peak by replaying its allocations.
 
     Args:
-        smallest_bytes: requests below this do not count.
-        region_bytes: size of the one region that the allocator has; 0 where it grows.
-        on_gpu: whether it is a GPU's. On a CPU Keras's own step leaves variables anywhere in the
-            pool, in chunks of up to twice their size (of VGG19's 180 MiB made 237), until they are
-            put back (:mod:`keras_remat.backends.tensorflow.memory.variables`); planned steps leave
-            them where they are.
-        see: shows what is free (:func:`.look.seen_allocations`); ``None`` where that is not done.
+        smallest_bytes: bytes of the smallest request that counts.
+        region_bytes: bytes of the allocator's only region; 0 where it adds regions.
+        on_gpu: whether the allocator is a GPU's. On a CPU Keras's own step leaves variables
+            anywhere in the pool, in chunks of up to twice their size (VGG19's 180 MiB became 237),
+            until they are put back (:mod:`keras_remat.backends.tensorflow.memory.variables`);
+            planned steps leave them where they are.
+        see: looks for the free chunks (:func:`.look.seen_allocations`); ``None`` for no look.
     """
 
     order_matters = True
@@ -50,11 +50,11 @@ class ReplayedMemory(SimulatedMemory):
         self._see = see
         self.smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
         self._pool: Pool | None = None
-        self._is_recorded = False  # by steps
-        self._uses: deque[Uses] = deque(maxlen=_REMEMBERED)  # of the problems asked for last
+        self._is_recorded = False  # whether the pool comes from recorded steps, not from a look
+        self._uses: deque[Uses] = deque(maxlen=_REMEMBERED)  # of the last problems
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what another process gets: not what is remembered, and no device."""
+        """Returns the state for another process: without the remembered replays and the device."""
         return self.__dict__ | {"_uses": deque(maxlen=_REMEMBERED), "_see": None}
 
     def uncalibrated_bytes(self, problem: Problem, schedule: Schedule) -> int:
@@ -69,8 +69,9 @@ class ReplayedMemory(SimulatedMemory):
     def with_fewer_gaps(
         self, problem: Problem, schedule: Schedule, deadline_s: float
     ) -> Schedule | None:
-        """Returns a step in slices in an order that leaves fewer gaps (:mod:`.gaps`). Its work is
-        counted: the clock does not end what was begun."""
+        """Returns an order with fewer gaps for a step in slices (:mod:`.gaps`); ``None`` where none
+        is found. The search is limited by a count of tries: a deadline does not stop it once it has
+        begun."""
         budget = problem.budget_bytes
         if budget is None or not is_sliced(problem.graph) or time.thread_time() >= deadline_s:
             return None
@@ -82,8 +83,8 @@ class ReplayedMemory(SimulatedMemory):
         return found if found and self.peak_bytes(problem, found) < peak else None
 
     def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns the peak in an unknown pool, since Keras's own step leaves variables
-        anywhere; see :class:`~keras_remat.backends.memory.MemoryModel`."""
+        """Returns the peak in an unknown pool, since Keras's own step leaves variables anywhere.
+        See :class:`~keras_remat.backends.memory.MemoryModel`."""
         if self._pool is None:
             return self.peak_bytes(problem, schedule)
         return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes)
@@ -103,14 +104,14 @@ class ReplayedMemory(SimulatedMemory):
     def find_pool(self, memory: Allocations, problem: Problem) -> None:
         """Assumes that later steps start from the pool just recorded, and resets the calibration.
 
-        A recording that shows less of the same regions is ignored. The batch of a recorded step is
-        in use until it ends. On a CPU it may have come before the recording: then it lies where no
-        step asked for anything, and the next one takes its place. On a GPU it is copied there
-        during the step.
+        A recording that shows less of the same regions is ignored. A step's batch is in use until
+        the step ends. On a CPU the batch may have been allocated before the recording began: then
+        it lies outside the recorded chunks, and the next batch takes its place. On a GPU it is
+        copied to the device during the step.
 
         Args:
-            memory: what the allocator was asked for, and given back, in the steps.
-            problem: of the recorded step.
+            memory: allocations and deallocations of the recorded steps.
+            problem: the problem of the recorded step.
         """
         pool, before = recorded_pool(memory, self._region_bytes), self._pool
         if pool is None or (before and self._is_recorded and before.shows_more_than(pool)):
@@ -119,7 +120,7 @@ class ReplayedMemory(SimulatedMemory):
         self._start_from(pool, problem)
 
     def look(self, problem: Problem, held_bytes: Sequence[int], most_bytes: int) -> None:
-        """Sees the pool, until steps have been recorded."""
+        """Looks at the pool, unless steps have been recorded."""
         if self._see is None or self._is_recorded:
             return
         pool = recorded_pool(self._see(held_bytes, most_bytes), self._region_bytes)
@@ -136,7 +137,7 @@ class ReplayedMemory(SimulatedMemory):
         self.forget()
 
     def _uses_of(self, problem: Problem) -> Uses:
-        """Returns the uses of a problem, whatever its budget is."""
+        """Returns the uses of a problem; they do not depend on its budget."""
         for uses in self._uses:
             if uses.problem.graph is problem.graph and uses.problem.profile is problem.profile:
                 return uses

@@ -1,13 +1,14 @@
-"""A step whose ops run in no order, several at once, replayed through TensorFlow's allocator.
+"""Simulates a step whose ops run in no order, several at once, in TensorFlow's allocator.
 
-TensorFlow's executor begins an op as soon as all that it waits for has run, those that have waited
-longest first, and runs as many at once as it has threads. Which of them ends first differs from
+TensorFlow's executor begins an op as soon as all its predecessors have run, the op that has waited
+longest first. It runs as many ops at once as it has threads. Which of them ends first differs from
 step to step. Without oneDNN both gradients of a convolution gather patches at the same time, often
-27 MiB each: one at a time, they were predicted at 40 MiB and took 72. Gradients of several weights
-wait together while their updates run. Loops begin rounds ahead, whose parts of sums wait.
+27 MiB each: a prediction that ran them one at a time gave 40 MiB, and the step took 72. Gradients
+of several weights wait together while their updates run. Loops begin rounds ahead, and their
+partial sums wait.
 
-So steps are simulated in which chance says which op ends next: the highest is what Keras's own step
-takes at most, or nearly.
+So steps are simulated in which chance decides which op ends next. Their highest peak is about the
+most that Keras's own step takes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from dataclasses import dataclass
 from keras_remat.backends.tensorflow.memory.best_fit import BestFitAllocator, Block, rounded
 from keras_remat.backends.tensorflow.memory.replay import Uses
 
-#: Steps that one pool serves: variables that are assigned lie elsewhere in each.
+#: Steps simulated in one pool: assigned variables move in each.
 _STEPS = 3
-#: How many ops are simulated in all, and in how many pools at least and at most: of 753 ops the
-#: highest of eight pools took what the highest of 32 did.
+#: How many ops are simulated in all, and the fewest and most pools. For 753 ops, the highest peak
+#: of eight pools was that of 32.
 _OPS, _FEWEST, _MOST = 30_000, 2, 16
 
 
@@ -35,9 +36,9 @@ def unordered_peak_bytes(
     Args:
         uses: what the ops of the step do with the pool.
         at_once: how many ops run at the same time.
-        ahead_bytes: op id → what a loop asks for beside its workspace.
-        fitting_bytes: where all that the step makes is no more, resident bytes included, nothing is
-            simulated, and that is returned.
+        ahead_bytes: op id → bytes that a loop requests beside its workspace.
+        fitting_bytes: if all values of the step together need no more, resident bytes included,
+            nothing is simulated, and their bytes are returned.
     """
     everything = uses.problem.profile.resident_bytes + _all_bytes(uses, at_once)
     everything += 2 * sum(ahead_bytes.values())
@@ -52,8 +53,8 @@ def unordered_peak_bytes(
 
 
 def _all_bytes(uses: Uses, at_once: int) -> int:
-    """Returns twice what the step makes, since chunks may be twice as large as what is asked
-    for."""
+    """Returns twice the bytes of all values and of the largest workspaces, since a chunk may be
+    twice as large as the request."""
     made = sum(rounded(nbytes) for writes in uses.writes for _, nbytes in writes)
     workspaces = sorted((rounded(sum(both)) for both in uses.workspace), reverse=True)
     return 2 * (made + sum(workspaces[:at_once]))
@@ -61,14 +62,14 @@ def _all_bytes(uses: Uses, at_once: int) -> int:
 
 @dataclass(frozen=True)
 class _Running:
-    """Holds an op that runs, and its workspace."""
+    """Holds a running op and its workspace."""
 
     op_id: int
     workspace: tuple[Block | None, Block | None]
 
 
 class _Unordered:
-    """Runs the ops of a step in no order, in simulation; arguments as of
+    """Simulates a step whose ops run in no order; arguments as of
     :func:`unordered_peak_bytes`."""
 
     def __init__(self, uses: Uses, at_once: int, ahead_bytes: Mapping[int, int]):
@@ -89,7 +90,7 @@ class _Unordered:
                 self._readers[value_id] += 1
 
     def peak_bytes(self, chance: random.Random) -> int:
-        """Returns the peak of a few steps in one pool, resident bytes included."""
+        """Returns the peak over a few steps in one pool, resident bytes included."""
         allocator = BestFitAllocator(smallest_bytes=self._uses.smallest_bytes)
         for nbytes in self._uses.batch.elements():
             allocator.allocate(nbytes)
@@ -106,7 +107,7 @@ class _Unordered:
         variables: dict[str, Block | None],
     ) -> None:
         waits, unread = list(self._waits), list(self._readers)
-        chunks: dict[int, Block | None] = {}  # value id → what it is in
+        chunks: dict[int, Block | None] = {}  # value id → its chunk
         ready = deque(op_id for op_id, count in enumerate(waits) if not count)
         running: list[_Running] = []
         while ready or running:
@@ -130,8 +131,8 @@ class _Unordered:
         chunks: dict[int, Block | None],
         unread: list[int],
     ) -> _Running:
-        """Returns an op once all that it asks for is in use. It takes over the buffer of a value
-        that nobody else has yet to read."""
+        """Begins an op: allocates its outputs and workspace. An output takes over the buffer of a
+        value that no other op has yet to read."""
         early_bytes, late_bytes = self._uses.workspace[op_id]
         early = allocator.allocate(early_bytes)
         donors = {v: n for v, n in self._uses.donors[op_id] if unread[v] == 1 and v in chunks}
@@ -153,7 +154,7 @@ class _Unordered:
         unread: list[int],
         variables: dict[str, Block | None],
     ) -> None:
-        """Gives back what nobody reads from now on; a variable takes over what is assigned."""
+        """Ends an op: frees values without readers left. A variable takes over its new value."""
         kept, assigns = self._uses.kept, self._uses.assigns[op_id]
         for value_id in self._reads[op_id]:
             unread[value_id] -= 1

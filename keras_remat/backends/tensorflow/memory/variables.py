@@ -1,10 +1,10 @@
-"""A model's variables, copied to the host and put back where they were.
+"""Copies a model's variables to the host and puts them back.
 
 Restoring a variable normally moves it: its new tensor lies in another chunk of the pool, up to
-twice as large, or outside of it where the array is aligned and is not copied. The resident bytes
+twice as large, or outside the pool if the array is aligned and is not copied. The resident bytes
 would change with every put-back, and so would the peak of later steps. So all large variables of
 the CPU's pool are freed first. Their values are then copied back, the largest first, each into a
-chunk of just its size. Afterwards the variables lie close together, and the free memory is in as
+chunk of exactly its size. Afterwards the variables lie close together, and the free memory is in as
 few chunks as possible.
 """
 
@@ -23,7 +23,7 @@ from keras_remat.backends.tensorflow.memory.exhausted import is_failed_launch
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 
-#: What the CPU's kernels and allocator align tensors to.
+#: Alignment of tensors by the CPU's kernels and allocator.
 _ALIGNMENT_BYTES = 64
 
 
@@ -31,13 +31,13 @@ def snapshot(variables: Sequence[Any], updated: Collection[int] = ()) -> Callabl
     """Copies variables to the host.
 
     Args:
-        variables: distinct, each on one device.
-        updated: ``id`` of those among them that every step updates.
+        variables: distinct variables, each on one device.
+        updated: ``id`` of those variables that every step updates.
 
     Returns:
-        A function that puts the values back, bit for bit, as often as it is called; after an
-        exception or interrupt in it they are back, too. It is called while the error is handled
-        where a step ran out of memory.
+        A function that puts the values back, bit for bit, as often as it is called. They are back
+        even after an exception or interrupt inside it. Where a step ran out of memory, call it
+        while the error is being handled.
     """
     in_pool, in_use = not on_gpu(), bytes_in_use()
     saved = [_bytes_of(v) if in_pool and _is_large(v) else v.numpy() for v in variables]
@@ -58,12 +58,12 @@ def snapshot(variables: Sequence[Any], updated: Collection[int] = ()) -> Callabl
         except BaseException as error:
             for variable, value in zip(variables, saved, strict=True):
                 shape = variable.shape if variable.shape.is_fully_defined() else value.shape
-                copy = _aligned_copy(value.reshape(-1).view(np.uint8))  # it is used where it is
+                copy = _aligned_copy(value.reshape(-1).view(np.uint8))  # TensorFlow shares it
                 array = copy.view(variable.dtype.as_numpy_dtype)
                 _replace(variable, tf.reshape(tf.convert_to_tensor(array), shape))
             if not isinstance(
                 error, tf.errors.ResourceExhaustedError
-            ):  # a full pool that cannot grow holds them no longer
+            ):  # the pool is full and cannot grow: the values stay outside of it
                 raise
 
     return put_back
@@ -88,11 +88,10 @@ def _aligned_copy(values: np.ndarray) -> np.ndarray:
 
 
 def _refill(variable: tf.Variable, value: np.ndarray) -> None:
-    """Copies ``value``, the bytes of a variable that holds nothing, to where the allocator puts it,
-    in a chunk of just its size.
+    """Copies ``value``, the bytes of an emptied variable, into a chunk of exactly its size.
 
-    A free chunk of less than twice the size goes as a whole. What is too much of it is held then
-    while the value is placed anew, beside it.
+    The allocator hands out a free chunk whole if it is less than twice the size. Then a tensor of
+    the excess bytes is held while the value is placed anew, beside it.
     """
     before = bytes_in_use()
     _place(variable, value)
