@@ -2,6 +2,7 @@
 
     python benchmarks/ablation.py looks [--output FILE.md]
     python benchmarks/ablation.py native [--output FILE.md]
+    python benchmarks/ablation.py late [--output FILE.md]
     python benchmarks/ablation.py gaps [--alive 89,85,81] [--output FILE.md]
     KERAS_BACKEND=torch python benchmarks/ablation.py settings [--output FILE.md]
 
@@ -13,6 +14,10 @@ and what the schedule adds; steps are counted work, the same on every machine.
 
 ``native``: a pass of greedy eviction over each of these problems as Python, and as machine code, by
 the seconds of both; the orders are the same.
+
+``late``: ``auto`` is asked for half a second, as it is where the time for a plan is over, for
+limits at which that U-Net in slices has no schedule. The table has the seconds that it takes with
+one look for a first schedule, and with all of them (``late_s`` in :mod:`keras_remat.solvers.auto`).
 
 ``gaps``: ops of that U-Net's schedules of so many MiB alive change places until no more than 0.6 of
 that floor is in use, by the replay of the allocator
@@ -34,6 +39,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -51,8 +57,10 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import is_sliced
+from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.planning.slice_candidates import candidates
 from keras_remat.planning.slice_costs import costs_of
+from keras_remat.solvers import auto, solve
 from keras_remat.solvers.engines import native as engine
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
@@ -64,6 +72,8 @@ _PROBLEMS = ("unet_b8", "mobilenet_b32", "convnext_tiny_b32", "resnet50_b32", "g
 _SHARES, _LIMIT_SHARE = (0.7, 0.6, 0.56, 0.53), 0.6
 #: Steps an op for the U-Net's schedules.
 _PATIENCE = 200
+#: Of that floor, where there is no schedule; and the seconds of a late solve.
+_LATE_SHARES, _LATE_SOLVE_S = (0.34, 0.3), 0.5
 #: Of the passes that are timed.
 _POLICY = eviction.Policy(1.0, 0.5)
 #: Values of ``LOOKED_AT_AGAIN``; with the last one all is looked at at once.
@@ -176,6 +186,25 @@ def native(report: Report, given: argparse.Namespace) -> None:
         report.add(line_of([name, len(problem.graph.ops), *spent_s, equal]))
 
 
+def late(report: Report, given: argparse.Namespace) -> None:
+    """Reports the seconds of a short solve that finds nothing, with one look and with all."""
+    engine.is_compiled(engine.LONGEST_S)
+    kept, (floor, problem) = auto.OPTIONS, unet_in_slices()
+    report.add("", head(["limit", "one look, s", "all looks, s"], left=1))
+    for share in _LATE_SHARES:
+        within, spent_s = problem.with_budget(int(share * floor)), []
+        for late_s in (kept.late_s, 0.0):
+            auto.OPTIONS = replace(kept, late_s=late_s)
+            began_s = time.process_time()
+            found = None
+            with suppress(ScheduleNotFoundError):
+                found = solve(within, solver="auto", time_limit_s=_LATE_SOLVE_S)
+            seconds = time.process_time() - began_s
+            spent_s.append(f"{seconds:.1f}{'' if found is None else ', found'}")
+        report.add(line_of([f"{share} of the floor", *spent_s]))
+    auto.OPTIONS = kept
+
+
 def gaps(report: Report, given: argparse.Namespace) -> None:
     """Reports the bytes in use after a search for fewer gaps, by its constants."""
     from keras_remat.backends.tensorflow.memory import best_fit
@@ -239,7 +268,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, int]:
 def main(argv: list[str] | None = None) -> int:
     """Prints the tables of one part."""
     parser = command_line(__doc__)
-    parts = {"looks": looks, "native": native, "gaps": gaps, "settings": settings}
+    parts = {"looks": looks, "native": native, "late": late, "gaps": gaps, "settings": settings}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--alive", default="89,85,81", metavar="A,B", help="MiB, of gaps")
     parser.add_argument("--models", default="unet,transformer,two_inputs", help="of settings")
