@@ -1,9 +1,10 @@
-"""What to do where no plan is found: a limit that was tried on the planner, or a smaller batch.
+"""Advises a larger limit that has a plan, or a smaller batch, where no plan is found.
 
-What one op needs, or what the best schedule took over the budget, is no limit that works: solvers
-keep to targets below it, and the allocator's waste differs from order to order. So limits are tried
-until a plan is found for one. That takes as long as some quick plans, and most errors are caught
-and never shown: it is done when the message is asked for (:mod:`keras_remat.errors`).
+A limit that equals the need of one op, or the peak of the best schedule over the budget, may not
+work: solvers keep to targets below the limit, and the allocator's waste differs from order to
+order. So limits are tried until a plan is found for one. That takes as long as a few quick plans,
+and most errors are caught and never shown. So the limits are tried when the error's message is
+asked for (:mod:`keras_remat.errors`).
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ class AdviceOptions:
     """Rules which limits are tried, and for how long.
 
     Args:
-        shares: of the way from what is needed at least to the plain step's peak: the limits that
-            may be tried, the tightest first.
-        begin: which of them is tried first. Where it has a plan, tighter ones are, until one has
-            none; where it has none, larger ones, until one has a plan. A limit with room is planned
-            for at once, and the tightest may take half a minute until it fails: of a U-Net in
-            slices that needs 92 MiB, 1,017 were advised where the tightest was tried first.
-        bisections: limits that are tried between the last one without a plan and the least one with
-            one.
-        most_s: seconds after which no limit is tried but the largest one, where none did before.
+        shares: the limits that may be tried, as shares of the way from the least need to the plain
+            step's peak; the tightest first.
+        begin: index in ``shares`` of the limit that is tried first. Where it has a plan, tighter
+            ones are tried until one has none; else larger ones, until one has a plan. A loose limit
+            is planned for at once, and the tightest may take half a minute until it fails: of a
+            U-Net in slices that needs 92 MiB, 1,017 were advised where the tightest was tried
+            first.
+        bisections: number of limits that are tried between the last one without a plan and the
+            smallest one with a plan.
+        most_s: seconds after which only the largest limit is tried, and only if none had a plan.
         plan_s: seconds that one plan may take once an order was found.
-        spare, most_spare: what a plan that is advised leaves free, as a share of the limit, and for
-            one more batch at most: the input pipeline holds a batch more or less from one fit to
-            the next.
+        spare: share of the limit that an advised plan leaves free.
+        most_spare: largest share of the limit that it leaves free for one more batch, too: the
+            input pipeline holds a batch more or less from one fit to the next.
     """
 
     shares: tuple[float, ...] = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)
@@ -57,7 +59,7 @@ _OPTIONS = AdviceOptions()
 
 
 class Adviser(Protocol):
-    """Says what advice asks of a backend, or of a request."""
+    """Lists the properties of a backend, or of a request, that advice needs."""
 
     @property
     def memory(self) -> MemoryModel:
@@ -65,21 +67,21 @@ class Adviser(Protocol):
 
     @property
     def device(self) -> DeviceMemory | None:
-        """Says what would lower an op's need; without one, errors stay as they are."""
+        """Advises how an op could need less; without a device, errors stay as they are."""
 
 
 @contextmanager
 def advising(
     problem: Problem, limit: Limit, batch_size: int, adviser: Adviser, *, seed: int = 0
 ) -> Iterator[None]:
-    """Has errors inside speak of the user's limit, and say what limit or batch would do.
+    """Makes errors raised inside name the user's limit, and a limit or batch that would do.
 
     Args:
-        problem: what is planned for.
-        limit: that its budget is a part of.
-        batch_size: the samples of its step.
-        adviser: predicts peaks, and says what would lower an op's need.
-        seed: for the solver.
+        problem: the step that is planned for.
+        limit: the user's limit; the budget is a part of it.
+        batch_size: number of samples of the step.
+        adviser: predicts peaks, and advises how an op could need less.
+        seed: seed of the solver.
     """
     try:
         yield
@@ -102,9 +104,10 @@ def _advice(
     adviser: Adviser,
     seed: int,
 ) -> str:
-    """Returns what limit or batch would do; empty where no limit that was tried does.
+    """Returns the advice: a limit or a batch that would do; empty where no tried limit does.
 
-    Bytes above the resident ones grow with the batch; the margin stays the share that it is.
+    It takes the bytes above the resident ones to grow with the batch, and the margin to stay the
+    same share of the limit.
     """
     resident_bytes, budget_bytes = problem.profile.resident_bytes, error.budget_bytes
     is_proved = isinstance(error, InfeasibleBudgetError)
@@ -136,13 +139,13 @@ def _advice(
 def tried_budget(
     problem: Problem, least_bytes: int, memory: MemoryModel, seed: int = 0
 ) -> int | None:
-    """Returns a budget that a plan was found for, about the least; ``None`` where none was found.
+    """Returns about the least budget that has a plan; ``None`` where none was found.
 
     Args:
-        problem: what is planned for, without a budget.
-        least_bytes: no plan is expected to need less.
+        problem: the step that is planned for, without a budget.
+        least_bytes: bytes; no plan is expected to need less.
         memory: predicts peaks.
-        seed: for the solver.
+        seed: seed of the solver.
     """
     clock = Deadline(_OPTIONS.most_s)
     store_all = Schedule.store_all(problem.graph)
@@ -154,7 +157,8 @@ def tried_budget(
     def has_plan(budget_bytes: int) -> bool:
         batch_bytes = min(problem.graph.input_bytes, int(_OPTIONS.most_spare * budget_bytes))
         spare = int(_OPTIONS.spare * budget_bytes) + batch_bytes
-        # a compiler's peaks do not grow with the room: a plan is there with some left and with all
+        # a compiler's peak may not grow with the budget: both must have a plan, the budget less
+        # the spare bytes and all of it
         return all(
             _is_planned(problem, budget_bytes, spare_bytes, memory.afresh(), seed)
             for spare_bytes in ((spare,) if memory.order_matters else (spare, 0))
@@ -189,7 +193,7 @@ def tried_budget(
 def _is_planned(
     problem: Problem, budget_bytes: int, spare_bytes: int, memory: MemoryModel, seed: int
 ) -> bool:
-    """Returns whether a quick solver finds a plan that leaves so much of the budget free."""
+    """Returns whether a quick solver finds a plan that leaves ``spare_bytes`` free."""
     resident_bytes = problem.profile.resident_bytes + spare_bytes
     fuller = replace(problem, profile=replace(problem.profile, resident_bytes=resident_bytes))
     try:

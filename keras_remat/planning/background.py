@@ -1,10 +1,10 @@
-"""Solving for a plan in a process of its own, while training goes on.
+"""Solves for a plan in a process of its own, while training goes on.
 
 The process is a fresh interpreter (``python -m keras_remat.planning.background FOLDER``). It
-imports no framework: it gets the request, whose memory model knows what was measured so far.
-Request and answer are pickled files in a folder that one user alone can read; what a library prints
-into the process is no answer. The process ends with the one that has started it, which keeps its
-stdin open while it lives, and then removes the folder.
+imports no framework: the request's memory model knows the measurements so far. Request and answer
+are pickled files in a folder that only one user can read, so text that a library prints into the
+process is not mistaken for an answer. The training process keeps the new process's stdin open while
+it lives. When it ends, the new process removes the folder and ends, too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _REQUEST, _ANSWER, _ERRORS = "request", "answer", "errors"
 
 
 class PlanProcessError(RematError):
-    """Says that the process that plans ended without an answer, for want of memory for instance."""
+    """Reports that the planning process ended without an answer, for lack of memory perhaps."""
 
 
 class PlanProcess:
-    """Runs a process that answers one request, and that is killed when nothing refers to it any
-    more."""
+    """Runs a process that answers one request.
+
+    The process is killed when nothing refers to this object any more.
+    """
 
     def __init__(self, request: PlanRequest):
         self._problem = request.problem
@@ -47,14 +49,14 @@ class PlanProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Returns whether there is nothing to wait for."""
+        """Returns whether the process has ended, so that its answer is there at once."""
         return self._process.poll() is not None
 
     def answer(self) -> Plan:
-        """Waits for the plan and returns it; once.
+        """Waits for the plan and returns it; may be called once.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: there is none.
+            InfeasibleBudgetError, ScheduleNotFoundError: there is no plan.
             PlanProcessError: the process ended without an answer, or its files are gone.
         """
         status, folder = self._process.wait(), Path(self._folder.name)

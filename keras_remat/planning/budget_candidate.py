@@ -1,5 +1,4 @@
-"""A schedule for a budget with the peak that the device will show, and the same with fewer gaps
-between its values."""
+"""Holds a schedule with the peak that the device will show, and closes gaps between its values."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 
-#: Seconds of this thread's own work for closing gaps between the values of what one solve found,
-#: past the deadline, too, while nothing keeps to the budget. One value takes 0.6 s for a U-Net of
-#: 494 ops, and 5 for ResNet50.
+#: Seconds of this thread's own work for closing gaps between the values of one solve's schedules.
+#: While nothing keeps to the budget, it is spent past the deadline, too. One value takes 0.6 s for
+#: a U-Net of 494 ops, and 5 for ResNet50.
 _CLOSING_S = 5.0
 
 
@@ -25,7 +24,7 @@ class BudgetCandidate:
         solution: the schedule, with its usage.
         usage: predicted seconds of a step, and the most bytes alive.
         peak_bytes: bytes that the device will have in use at the peak.
-        is_exact: whether that peak comes from compiling the schedule.
+        is_exact: whether ``peak_bytes`` comes from compiling the schedule.
     """
 
     solution: Solution
@@ -42,7 +41,7 @@ class BudgetCandidate:
 
     @property
     def schedule(self) -> Schedule:
-        """Returns what would run."""
+        """Returns the schedule of the solution."""
         return self.solution.schedule
 
     @property
@@ -52,7 +51,7 @@ class BudgetCandidate:
 
     @property
     def surplus_bytes(self) -> int:
-        """Returns what the device needs above the bytes alive."""
+        """Returns the bytes that the device needs above the bytes alive."""
         return self.peak_bytes - self.usage.peak_bytes
 
 
@@ -68,11 +67,12 @@ def with_fewer_gaps(
     memory: MemoryModel,
     deadline_s: float,
 ) -> list[BudgetCandidate]:
-    """Returns a candidate, and, while that is over the budget, the same with fewer gaps between its
-    values, and with fewer still.
+    """Returns a candidate, followed by variants with fewer and fewer gaps between its values.
+
+    The first variant that keeps to the budget is the last.
 
     Args:
-        deadline_s: by ``time.thread_time``: no more gaps are closed after it.
+        deadline_s: seconds of ``time.thread_time`` after which no more gaps are closed.
     """
     within, found = problem.with_budget(budget_bytes), [candidate]
     while (last := found[-1]).peak_bytes > budget_bytes:
@@ -87,8 +87,9 @@ def with_fewer_gaps(
 def known_order(
     problem: Problem, schedule: Schedule, budget_bytes: int, memory: MemoryModel
 ) -> BudgetCandidate | None:
-    """Returns a known order as a candidate, with fewer gaps between its values where it needs more
-    than the budget; ``None`` where that needs more, too.
+    """Returns a known order as a candidate; ``None`` where it needs more than the budget.
+
+    Where it needs more, gaps between its values are closed first.
 
     Args:
         schedule: an order of ops with the same ids, inputs and outputs, found for another batch

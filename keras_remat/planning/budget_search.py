@@ -1,15 +1,15 @@
-"""Searches a schedule that the device keeps to a budget: a target is solved for, and corrected.
+"""Searches a schedule whose peak on the device fits a budget, by solving for corrected targets.
 
 A solver keeps the bytes alive under a target. The device needs more: its allocator rounds and
-fragments, and a compiler has an order of its own. What the device needs above the budget is taken
-off the target, and the problem is solved again, until the peak fits. Where the target becomes one
-that no schedule reaches, one between is tried.
+fragments, and a compiler has an order of its own. The bytes by which the device exceeds the budget
+are taken off the target, and the problem is solved again, until the peak fits. Where no schedule
+reaches the new target, one between the two is tried.
 
-Where compiling tells the peak, that decides. It takes long, so only so many schedules are compiled
-(:mod:`keras_remat.planning.compilations`): first those that are predicted to fit, then, of all that
-any target gave, those that are predicted to need least. A compiler's peak is no monotone function
-of the bytes alive. The time that compiling takes is none of the solver's, so that a plan does not
-depend on how busy the machine is.
+Where compiling tells the peak, the compiled peak decides. Compiling takes long, so only a few
+schedules are compiled (:mod:`keras_remat.planning.compilations`): first those that are predicted to
+fit; then, among the schedules of all targets, those of the least predicted peak. A compiler's peak
+is no monotone function of the bytes alive. Compiling does not count as solver time, so that a plan
+does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ from keras_remat.solvers.search import nearby
 
 @dataclass(frozen=True)
 class CorrectionOptions:
-    """Rules how a target is corrected until the device agrees.
+    """Rules how a target is corrected until the peak on the device fits the budget.
 
     Args:
-        corrections: of a target, at most.
-        sure_corrections: of a slow solver's target, so many are made while nothing was found,
-            however late it is. A quick solver, which comes first, makes all of them. With ten of
-            both, a U-Net of volumes was refused after minutes.
-        solve: of the time that is left, what one solve may take.
+        corrections: number of solves for one budget at most, each for a corrected target.
+        sure_corrections: number of solves that a slow solver makes however late it is, while
+            nothing was found. A quick solver, which comes first, makes all ``corrections``. With
+            ten for both, a U-Net of volumes was refused after minutes.
+        solve: share of the time left that one solve may take.
         least_solve_s: minimum seconds for one solve, past the deadline, too.
-        least_step: the least a correction takes off, as a share of what is above the floor.
-        worth_another: how much faster, as a share of the step, a schedule over the budget must be
-            for another try.
-        asked_orders: of the orders that a solver finds, so many of the last are asked for their
-            peak.
-        quick, slow: of the time for a budget, what the quick solver may take before "auto", and
-            what "auto" has at least.
+        least_step: least share of the target above the floor that one correction takes off.
+        worth_another: share of a step's time by which a schedule over the budget must be faster to
+            be worth another solve.
+        asked_orders: number of orders, the last that a solver finds, whose peak is predicted.
+        quick: share of the time for a budget that the quick solver may take before "auto".
+        slow: share of the time for a budget that "auto" gets at least.
     """
 
     corrections: int = 10
@@ -74,11 +73,11 @@ class BudgetSearch:
     """Searches a schedule whose peak on the device keeps to a budget, with one solver.
 
     Args:
-        budget_bytes: what the device may have in use.
-        end_s: by ``time.perf_counter``, to when compiling may put a deadline off.
+        budget_bytes: bytes that the device may have in use.
+        end_s: seconds of ``time.perf_counter`` up to which compiling may put a deadline off.
 
     Attributes:
-        least: of all that was found, what needs least; ``None`` before anything was found.
+        least: the candidate of the least peak so far; ``None`` before anything was found.
     """
 
     def __init__(
@@ -93,9 +92,9 @@ class BudgetSearch:
         self.problem, self.budget_bytes, self.memory = problem, budget_bytes, memory
         self._solver, self._seed = solver, seed
         self._compilations = Compilations(problem, budget_bytes, memory, end_s)
-        # the fastest that fits, and its target
+        # the fastest candidate that fits, and the target it was solved for
         self._chosen: tuple[BudgetCandidate, int] | None = None
-        self._misses = 0  # compilations that told more than the budget
+        self._misses = 0  # compilations with a peak over the budget
         self.least: BudgetCandidate | None = None
 
     def run(
@@ -110,15 +109,17 @@ class BudgetSearch:
 
         Args:
             start: the first target, in bytes.
-            deadline_s: by ``time.perf_counter``, put off by compiling; a late solve gets 0.5 s.
-            sure: so many solves are made while nothing was found, however late it is, and one at
-                least: the clock ends improvement, and not the first answer.
+            deadline_s: seconds of ``time.perf_counter``, put off by compiling; a late solve gets
+                0.5 s.
+            sure: number of solves that are made however late it is, while nothing was found; the
+                first solve always is. The clock ends improvement, not the search for a first
+                answer.
             approach: whether targets over the budget are tried where no lower one is reached, so
-                that :attr:`least` says how near one comes.
+                that :attr:`least` shows how near the search came.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: none was found; the second one has the
-                :attr:`least`.
+            InfeasibleBudgetError, ScheduleNotFoundError: no schedule was found; the second one has
+                the :attr:`least`.
         """
         floor = self.problem.floor_bytes
         store_all = Schedule.store_all(self.problem.graph)
@@ -132,13 +133,13 @@ class BudgetSearch:
             try:
                 found = self._solved_at(target, deadline_s)
             except BudgetError:
-                # what is proved is proved of this target, and a higher one is within the budget
+                # the error is about this target alone: a higher one may still fit the budget
                 if self._chosen is not None:
                     break
                 if self.least is None and not approach:
                     raise
                 if reached - target <= hardly_bytes:
-                    break  # what lies between is hardly more
+                    break  # a target between them is hardly higher
                 unreachable, target = target, (target + reached) // 2
                 continue
             surplus = self._surplus(found, target)
@@ -148,7 +149,7 @@ class BudgetSearch:
             less = max(surplus, int(OPTIONS.least_step * (target - unreachable)))
             reached, target = target, max(target - less, (unreachable + target) // 2)
             if surplus > reached - unreachable and reached - target <= hardly_bytes:
-                break  # no correction that is left makes up for the surplus
+                break  # no target in between can make up for the surplus
         above = range(reached + hardly_bytes, start, max(1, hardly_bytes))
         self._try_neighbours(above, turn + 1, deadline_s, sure)
         self._compile_least(deadline_s)
@@ -157,9 +158,10 @@ class BudgetSearch:
         return self._chosen
 
     def _try_neighbours(self, targets: range, turn: int, deadline_s: float, sure: int) -> None:
-        """Solves for some targets where nothing was found, but an order that needs hardly more than
-        it may. The gaps between values differ by more than that from one order to the next. Half of
-        the floor of VGG16's convolutions was missed by 1.1 MiB at 211 MiB alive, and kept at 213.
+        """Solves for a few more targets where the best order is hardly over the budget.
+
+        The gaps between values differ by more than that from one order to the next. Half of the
+        floor of VGG16's convolutions was missed by 1.1 MiB at 211 MiB alive, and kept at 213.
         """
         least = self.least
         if self._chosen is not None or least is None or not self.memory.order_matters:
@@ -173,20 +175,22 @@ class BudgetSearch:
                 self._surplus(self._solved_at(target, deadline_s), target)
 
     def _is_late(self, turn: int, sure: int, deadline_s: float) -> bool:
-        """Returns whether no further solve is begun; the first one always is."""
+        """Returns whether it is too late for another solve; for the first one, it never is."""
         least_s = OPTIONS.least_solve_s if self._chosen else 0.0
         late = self._left_s(deadline_s) < least_s
         return turn > 0 and late and not (turn < sure and self._chosen is None)
 
     def _solved_at(self, target: int, deadline_s: float) -> list[BudgetCandidate]:
-        """Returns what one solve found, and, while nothing keeps to the budget, what is over it
-        also with fewer gaps."""
+        """Returns the candidates of one solve.
+
+        While nothing keeps to the budget, those over it are added again with fewer gaps.
+        """
         part_s = OPTIONS.solve * self._left_s(deadline_s)
         found = self.solve_at(target, max(part_s, OPTIONS.least_solve_s))
         return found if self._chosen is not None else self._with_fewer_gaps(found)
 
     def _not_found(self) -> ScheduleNotFoundError:
-        """Returns the error that nothing keeps to the budget, with what needs least."""
+        """Returns the error that no schedule fits, with the candidate of the least peak."""
         least, floor = self.least, self.problem.floor_bytes
         least_bytes = None if least is None else least.peak_bytes
         return ScheduleNotFoundError(
@@ -200,12 +204,12 @@ class BudgetSearch:
         near: Schedule | None = None,
         patience: float = 1.0,
     ) -> list[BudgetCandidate]:
-        """Returns what one solve found on its way, the fastest first.
+        """Solves once, and returns the candidates found on the way, the fastest first.
 
         Args:
             near: a known order to begin with instead of solving anew
                 (:mod:`keras_remat.solvers.search.nearby`).
-            patience: as of :func:`keras_remat.solvers.solve`.
+            patience: as in :func:`keras_remat.solvers.solve`.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
@@ -227,8 +231,11 @@ class BudgetSearch:
         return sorted(found, key=lambda one: one.time_s)
 
     def _with_fewer_gaps(self, found: list[BudgetCandidate]) -> list[BudgetCandidate]:
-        """Returns what was found, the fastest first, and those over the budget also with fewer gaps
-        between their values, until one keeps to it."""
+        """Returns candidates, the fastest first, with variants that have fewer gaps.
+
+        In that order, each candidate over the budget gets variants with fewer gaps between its
+        values, until one keeps to the budget.
+        """
         problem, budget_bytes, memory = self.problem, self.budget_bytes, self.memory
         deadline_s, seen, rest = closing_deadline_s(), list[BudgetCandidate](), iter(found)
         for one in rest:
@@ -238,7 +245,10 @@ class BudgetSearch:
         return sorted([*seen, *rest], key=lambda one: one.time_s)
 
     def _solved(self, problem: Problem, time_limit_s: float, patience: float) -> list[Solution]:
-        """Returns what the solver finds on its way; what the quick one found is remembered."""
+        """Returns the solutions that the solver finds on its way.
+
+        Answers of the quick solver are remembered.
+        """
         seen: list[Solution] = []
         known = quick_orders(self.memory) if self._solver == QUICK else None
         found = None if known is None else known.of(problem, self._seed, time_limit_s)
@@ -261,8 +271,10 @@ class BudgetSearch:
         return seen
 
     def _surplus(self, found: list[BudgetCandidate], target: int) -> int | None:
-        """Keeps the best of what was found; returns the bytes to take off the target for another
-        try, or ``None`` where none is worth it."""
+        """Keeps the best candidate, and returns the bytes to take off the target.
+
+        Returns ``None`` where another solve is not worth it.
+        """
         fastest = found[0]
         self._compilations.offer(found)
         fitting = next(filter(self._compilations.may_fit, found), None)
@@ -284,14 +296,16 @@ class BudgetSearch:
         return fastest.peak_bytes - self.budget_bytes
 
     def _keep_if_least(self, one: BudgetCandidate) -> None:
-        """Keeps what needs least; a peak that is only predicted gives way to one that is known."""
+        """Keeps the candidate of the least peak; a compiled peak replaces a predicted one."""
         rank = (one.is_exact, -one.peak_bytes)
         if self.least is None or rank > (self.least.is_exact, -self.least.peak_bytes):
             self.least = one
 
     def _compile_least(self, deadline_s: float) -> None:
-        """Compiles what missed the budget by little in another way, and then what is predicted to
-        need least of all that was found, until one keeps to the budget."""
+        """Compiles more candidates, until one keeps to the budget or no more may be compiled.
+
+        Near misses come first, in slower ways; then candidates by the least predicted peak.
+        """
         one = None if self._chosen else self._compilations.kept_near()
         if one is not None:
             self._choose_if_it_fits(one)
@@ -302,13 +316,13 @@ class BudgetSearch:
             self._choose_if_it_fits(one)
 
     def _choose_if_it_fits(self, one: BudgetCandidate) -> None:
-        """Chooses what was compiled, where it keeps to the budget."""
+        """Chooses a compiled candidate, where it keeps to the budget."""
         self._keep_if_least(one)
         if one.peak_bytes <= self.budget_bytes:
             self._chosen = one, one.usage.peak_bytes
 
     def put_off(self, deadline_s: float) -> float:
-        """Returns a deadline put off by what compiling took."""
+        """Returns a deadline put off by the seconds spent compiling."""
         return self._compilations.put_off(deadline_s)
 
     def _left_s(self, deadline_s: float) -> float:

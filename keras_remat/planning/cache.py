@@ -1,4 +1,4 @@
-"""A folder of measured plans, so that a later ``fit`` of the same step begins with its plan."""
+"""Keeps measured plans in a folder, so that a later ``fit`` of the same step begins with one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class PlanCache:
     """Keeps plans by graph and budget, for one setting.
 
     Args:
-        folder: that they are files of; it is made when the first one is kept.
-        setting: what else a plan depends on: device, versions, options.
+        folder: the folder of the plan files; it is made when the first plan is kept.
+        setting: everything else that a plan depends on: device, versions, options.
     """
 
     folder: Path
     setting: tuple[str, ...]
 
     def path(self, graph: Graph, budget_bytes: int) -> Path:
-        """Returns where the plan of a graph under a budget is."""
+        """Returns the path of the plan of a graph under a budget."""
         key = hashlib.sha256("\n".join(self.setting).encode()).hexdigest()
         return self.folder / f"{graph.fingerprint[:32]}_{budget_bytes}_{key[:16]}.plan.json"
 

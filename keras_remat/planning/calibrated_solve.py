@@ -1,8 +1,10 @@
-"""Solves for a budget that the device keeps: a quick solver first, and then a slow one from where
-that got (:mod:`keras_remat.planning.budget_search`).
+"""Finds schedules whose peak on the device keeps to a budget.
 
-:mod:`keras_remat.planning.request` asks :func:`within_budget` and :func:`least_over_budget`, and a
-search for a batch size :func:`new_order`.
+A quick solver comes first. A slow one then starts from the target at which the quick one ended
+(:mod:`keras_remat.planning.budget_search`).
+
+:mod:`keras_remat.planning.request` calls :func:`within_budget` and :func:`least_over_budget`; a
+search for a batch size calls :func:`new_order`.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ def new_order(
     seed: int,
     patience: float,
 ) -> tuple[Schedule, float, int]:
-    """Returns the order of one solve that needs least, and how much the device adds to it.
+    """Solves once, and returns the order of the least peak on the device.
 
     The order need not fit, so the time is bounded also where none does.
 
     Args:
         target_share: the solver's budget as a share of ``budget_bytes``.
-        patience: as of :func:`keras_remat.solvers.solve`.
+        patience: as in :func:`keras_remat.solvers.solve`.
 
     Returns:
-        The order, its peak over the bytes alive, a ratio, and how many peaks were predicted.
+        The order, the ratio of its peak to its bytes alive, and how many peaks were predicted.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
@@ -67,33 +69,33 @@ def within_budget(
     seed: int = 0,
     known: Schedule | None = None,
 ) -> BudgetCandidate:
-    """Returns the fastest schedule found that the *allocator* keeps to a budget.
+    """Returns the fastest schedule found whose peak on the *device* keeps to a budget.
 
     Args:
-        budget_bytes: what the device may have in use.
+        budget_bytes: bytes that the device may have in use.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
-        time_limit_s: seconds for all solves together; each gets a part of what is left. Compiling
+        time_limit_s: seconds for all solves together; each gets a part of the time left. Compiling
             comes on top.
-        clock_s: seconds, compiling included, after which nothing improves what was found.
-        known: a legal order that may keep to the budget and will do where "auto" finds no faster
-            one, the one that runs now for instance. Where it does not keep to it, solvers stop at
-            the time limit all the same, also with nothing found.
+        clock_s: seconds, compiling included, after which a schedule is not improved any more.
+        known: a legal order that will do where "auto" finds no faster one, such as the order that
+            runs now. Even where it is over the budget, solvers stop at the time limit, also with
+            nothing found.
 
     Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: none was found; the second one has the
-            candidate that needs least.
+        InfeasibleBudgetError, ScheduleNotFoundError: no schedule was found; the second one has the
+            candidate of the least peak.
     """
     within = problem.with_budget(budget_bytes)
     check_floor(within)
-    # may compile, which is no solver's time; remembered
+    # this may compile, so it runs before the solvers' time begins; the peak is remembered
     memory.peak_bytes(within, Schedule.store_all(problem.graph))
     most_s, began_s = min(time_limit_s, clock_s), time.perf_counter()
     deadline_s, end_s = began_s + most_s, began_s + clock_s
     search = BudgetSearch(problem, budget_bytes, memory, solver, seed, end_s)
     if solver != "auto":
         return search.run(budget_bytes, deadline_s)[0]
-    # what the allocator needs above a schedule is told by the known one or by a quick solver; the
-    # slow one starts from there
+    # the known order or a quick solver shows how much the device needs above the bytes alive; the
+    # slow solver's first target is lower by as much
     start, is_patient = budget_bytes, known is None
     quick = None if known is None else known_order(problem, known, budget_bytes, memory)
     if quick is not None:
@@ -121,10 +123,10 @@ def within_budget(
 def least_over_budget(
     problem: Problem, budget_bytes: int, memory: MemoryModel, *, time_limit_s: float, seed: int = 0
 ) -> BudgetCandidate:
-    """Returns what needs least of all that a quick solver finds for a budget that none may keep to.
+    """Returns a quick solver's schedule of the least peak, which may be over the budget.
 
     Raises:
-        ScheduleNotFoundError: not even one over the budget was found.
+        ScheduleNotFoundError: no schedule was found, not even one over the budget.
     """
     search = BudgetSearch(problem, budget_bytes, memory, QUICK, seed)
     start, deadline_s = max(budget_bytes, problem.floor_bytes), time.perf_counter() + time_limit_s

@@ -1,4 +1,4 @@
-"""Compiles schedules that may keep to a budget, as few as will do: compiling takes long."""
+"""Compiles schedules that may keep to a budget: as few as possible, because each takes long."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ from keras_remat.planning.budget_candidate import BudgetCandidate
 class CompilationOptions:
     """Rules how many schedules are compiled, and in which ways they are written.
 
+    Shares of bytes are of the room: the budget less the resident bytes. A tighter schedule is one
+    solved for a lower target.
+
     Args:
-        sure, most: how many schedules are compiled whatever it takes, and how many before the
-            deadline.
-        near_miss: a schedule that takes so much more than it may, as a share of that, is not at
-            once written in all slower ways: one for less is tried first. For half on an H100, a
-            U-Net took 18 % more, and 1.14 of plain's time with values held. It takes 1.06 so.
-        near_misses: so many schedules wait for that. A GPT-like's third one for half kept to it.
-        hardly_over: the next way is enough for that where the schedule takes so much more in it, at
-            most. It was not measured by itself.
-        slower_way_share: what a slower way adds to a step, as a share of it, about: so much may a
-            schedule for less add.
-        cheap_way_share: where the next way adds no more than this, by the compiled modules, nothing
-            is tried for less. For half on an H100 it adds nothing to MobileNetV2's step, which
-            takes 1.01 of plain's time so, and 1.04 with a schedule for less; it adds 0.04 to a
-            U-Net's, which takes 1.08 so, and 1.06 with one for less.
+        sure: number of schedules that are compiled however late it is.
+        most: number of schedules that are compiled at most before the deadline.
+        near_miss: share of bytes. A schedule that is over the budget by up to this share waits: a
+            tighter schedule is tried before this one is written in all slower ways. Planned for
+            half on an H100, a U-Net's schedule was 18 % over, and its step took 1.14 of plain's
+            time with values held. With a tighter schedule it takes 1.06.
+        near_misses: number of schedules that may wait. For a GPT-like model planned for half, the
+            third schedule kept to the budget.
+        hardly_over: share of bytes. The first slower way that is over the budget by no more than
+            this is the last one written before a tighter schedule is tried. It was not measured by
+            itself.
+        slower_way_share: share of a step's time that a slower way adds, about. A tighter schedule
+            may add as much.
+        cheap_way_share: share of the plain step's time. Where the next way adds no more than this,
+            by the compiled modules, no tighter schedule is tried. Planned for half on an H100, the
+            next way adds nothing to MobileNetV2's step, which then takes 1.01 of plain's time, and
+            1.04 with a tighter schedule. It adds 0.04 to a U-Net's step, which then takes 1.08, and
+            1.06 with a tighter schedule.
     """
 
     sure: int = 3
@@ -47,11 +54,11 @@ OPTIONS = CompilationOptions()
 
 
 class Compilations:
-    """Holds what was compiled for a budget, and what could be.
+    """Holds the schedules that were compiled for a budget, and those that could be.
 
     Args:
-        budget_bytes: what the device may have in use.
-        end_s: by ``time.perf_counter``, to when compiling may put a deadline off.
+        budget_bytes: bytes that the device may have in use.
+        end_s: seconds of ``time.perf_counter`` up to which compiling may put a deadline off.
     """
 
     def __init__(
@@ -61,29 +68,34 @@ class Compilations:
         self._end_s, self._seconds = end_s, 0.0
         self._untried: dict[Schedule, BudgetCandidate] = {}
         self._tried: set[Schedule] = set()
-        self._near: list[BudgetCandidate] = []  # what may keep to the budget in another way
-        self._kept: BudgetCandidate | None = None  # what does in the next way, and adds to the time
+        self._near: list[BudgetCandidate] = []  # near misses, which wait; see `near_miss`
+        # a near miss that keeps to the budget in the next way, which makes the step slower
+        self._kept: BudgetCandidate | None = None
 
     def offer(self, found: Iterable[BudgetCandidate]) -> None:
-        """Keeps what could be compiled later."""
+        """Keeps candidates that could be compiled later."""
         self._untried.update((one.schedule, one) for one in found)
 
     def may_fit(self, one: BudgetCandidate) -> bool:
-        """Returns whether compiling is worth it. A step that recomputes nothing is compiled
-        whatever is predicted, because that is what Keras's own step needs."""
+        """Returns whether a candidate is worth compiling.
+
+        A step that recomputes nothing is compiled whatever is predicted, because its peak is what
+        Keras's own step needs.
+        """
         if one.peak_bytes <= self._budget_bytes:
             return True
         plain = one.schedule == Schedule.store_all(self._problem.graph)
         return plain and not self._memory.order_matters and self.compiled(one).is_exact
 
     def compiled(self, one: BudgetCandidate) -> BudgetCandidate:
-        """Returns the same with the peak that compiling tells, where it does.
+        """Returns a candidate with its compiled peak, where compiling tells one.
 
-        Where schedules are written in several ways, one that misses the budget by little in the
-        quickest is written in the next. Where it misses that, too, or the next way adds to the
-        step's time, it waits for a schedule for less that may keep to the budget in the quickest
-        way. Where that one does not, either, or takes longer than those that wait in a slower way,
-        they are taken, or written in slower ways first. They recompute less.
+        A backend may write a schedule in several ways. A candidate that misses the budget by little
+        in the quickest way is written in the next one. If it misses the budget there, too, or the
+        next way makes the step slower, it waits: a tighter schedule may keep to the budget in the
+        quickest way. If the tighter one does not, or takes longer than the waiting ones do in a
+        slower way, a waiting one is returned, written in slower ways where it has to be. The
+        waiting ones recompute less.
         """
         self._untried.pop(one.schedule, None)
         if not self._memory.rewrites:
@@ -115,33 +127,34 @@ class Compilations:
         return known
 
     def kept_near(self) -> BudgetCandidate | None:
-        """Returns the first of those that missed the budget by little that keeps to it in another
-        way, if any does."""
+        """Returns the first near miss that keeps to the budget in a slower way, if any does."""
         if self._kept is not None:
             return self._kept
         asked = (self._asked(one, self._budget_bytes) for one in self._near)
         return next((one for one in asked if one.peak_bytes <= self._budget_bytes), None)
 
     def _over(self, share: float) -> int:
-        """Returns the budget and a share of what it leaves above the resident bytes."""
+        """Returns the budget plus a share of its room above the resident bytes."""
         room = max(0, self._budget_bytes - self._problem.profile.resident_bytes)
         return self._budget_bytes + int(share * room)
 
     @property
     def _most_s(self) -> float:
-        """Returns how long a schedule may take that is tried for less than those that wait."""
+        """Returns the longest step, in seconds, of a tighter schedule that is worth compiling."""
         if self._kept is not None:
             return self._step_s(self._kept)
         return (1 + OPTIONS.slower_way_share) * self._near[0].time_s
 
     def _step_s(self, one: BudgetCandidate) -> float:
-        """Returns the seconds of a step, by what the compiler made of it where that is known."""
+        """Returns the seconds of a step: of the compiled one if known, else as predicted."""
         told_s = self._memory.compiled_step_s(self._problem, one.schedule)
         return one.time_s if told_s is None else told_s
 
     def compiled_least(self) -> BudgetCandidate | None:
-        """Returns what is predicted to need least of what was not compiled, with the peak that
-        compiling tells; ``None`` where there is nothing left, or compiling tells nothing."""
+        """Compiles the untried candidate of the least predicted peak, and returns it.
+
+        Returns ``None`` where no candidate is left, or compiling tells no peak.
+        """
         if not self._untried:
             return None
         peaks = {order: self._memory.peak_bytes(self._problem, order) for order in self._untried}
@@ -154,16 +167,20 @@ class Compilations:
         return len(self._tried) < (OPTIONS.most if in_time else OPTIONS.sure)
 
     def are_over(self, deadline_s: float) -> bool:
-        """Returns whether compiling told peaks, and no further schedule may be compiled."""
+        """Returns whether schedules were compiled, and no further one may be."""
         return bool(self._tried) and not self.may_go_on(deadline_s)
 
     def put_off(self, deadline_s: float) -> float:
-        """Returns a deadline put off by what compiling took, to the end at most."""
+        """Returns a deadline put off by the seconds spent compiling, up to ``end_s``."""
         return max(deadline_s, min(deadline_s + self._seconds, self._end_s))
 
     def _asked(self, one: BudgetCandidate, budget_bytes: int | None) -> BudgetCandidate:
-        """Returns the same with the peak that compiling it for a budget tells, where it does; in
-        the quickest way without one."""
+        """Returns a candidate with its compiled peak, where compiling tells one.
+
+        Args:
+            budget_bytes: slower ways are tried while the peak is above it; ``None`` for the
+                quickest way.
+        """
         within = self._problem.with_budget(budget_bytes)
         began_s = time.perf_counter()
         told = self._memory.compiled_peak_bytes(within, one.schedule)

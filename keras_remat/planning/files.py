@@ -1,7 +1,7 @@
-"""What a file of this package is, and what is shown of it: text, numbers, or a page.
+"""Recognizes the files of this package, and shows them as text, numbers, or a page.
 
 The command line's ``show`` and ``compare`` take plans, problems, reports and solutions alike. A
-solution file has no format of its own in it; it is known by its ``"order"``.
+solution file names no format; it is recognized by its fields, such as ``"order"``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SOLUTION = {"order", "peak_bytes", "time_s", "status", "solver"}
 
 @dataclass(frozen=True)
 class Shown:
-    """Says what is shown of a file.
+    """Holds the ways to show a file.
 
     Args:
-        text: returns what is printed, with tables by layer, block or op.
-        page: returns the page.
-        numbers: what is compared.
+        text: returns the text to print, with tables by layer, block or op.
+        page: returns the HTML page.
+        numbers: the numbers that ``compare`` shows.
     """
 
     text: Callable[[By], str]
@@ -91,7 +91,7 @@ def _shown_report(report: AutotuneReport) -> Shown:
 
 
 def _shown_solution(solution: Solution, usage: Usage) -> Shown:
-    """Returns a solution without the problem it solves."""
+    """Returns the ways to show a solution without the problem it solves."""
     order = solution.schedule
     numbers = {
         "peak_bytes": usage.peak_bytes, "time_s": usage.time_s,
@@ -115,12 +115,12 @@ def shown_file(path: str | os.PathLike[str], problem_path: str | None) -> Shown:
     """Reads a file of any of the formats.
 
     Args:
-        problem_path: of the problem that a solution file solves, or ``None``.
+        problem_path: path of the problem that a solution file solves, or ``None``.
 
     Raises:
-        InvalidProblemError: it is none of them, or malformed.
-        InvalidScheduleError: the solution is none of this problem.
-        OSError: it cannot be read.
+        InvalidProblemError: the file has none of the formats, or is malformed.
+        InvalidScheduleError: the solution does not solve this problem.
+        OSError: the file cannot be read.
     """
     if (solved := _solution(path)) is not None:
         if problem_path is None:
@@ -140,7 +140,7 @@ def _solution(path: str | os.PathLike[str]) -> tuple[Solution, Usage] | None:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        return None  # read_json says what is wrong with it
+        return None  # read_json raises the right error
     if not isinstance(document, dict) or "format" in document or not set(document) >= _SOLUTION:
         return None
     fields = serialize.Fields(document, os.fspath(path))
@@ -154,7 +154,7 @@ def _solution(path: str | os.PathLike[str]) -> tuple[Solution, Usage] | None:
 
 
 def _plan_of(problem: Problem, solution: Solution) -> Plan:
-    """Returns a solution with its problem, as a plan for the peak it has."""
+    """Returns a solution of a problem as a plan."""
     check_rules(problem, solution.schedule)
     usage = simulate(problem, solution.schedule)
     store_all = simulate(problem, Schedule.store_all(problem.graph))
@@ -187,7 +187,7 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
 
 
 def comparison(names: tuple[str, str], numbers: tuple[dict[str, Any], dict[str, Any]]) -> str:
-    """Returns a table of what two files have, and how the second one differs."""
+    """Returns a table of the numbers of two files, with the change from first to second."""
     first, second = numbers
     rows = [("", *names, "change")]
     for key in dict.fromkeys([*first, *second]):

@@ -1,5 +1,6 @@
-"""From a model to a plan, without training: trace → profile → the door for plans
-(:mod:`keras_remat.planning.request`).
+"""Makes a plan for a model without training.
+
+The model is traced and profiled, and then :mod:`keras_remat.planning.request` plans for the step.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ def make_plan(
         batch: ``(x, y[, sample_weight])`` as arrays or specs, or an int batch size where inputs and
             targets follow from the model. Arrays get the types that ``fit`` gives them (float64
             becomes float32); specs and TensorFlow's tensors keep theirs, as a data set's do.
-        memory_limit: every byte the device's allocator may have in use: ``8 * 2**30``, ``"8GiB"``
-            or ``"80%"`` of the device; ``None`` is all that it has, and of a card what a framework
-            uses of it by default.
-        card: plans for a card that need not be there, by its name in
-            :data:`keras_remat.cards.table.CARDS`, such as ``"H100"``, or of one's own, such as
-            ``"RTX3060:memory=8GiB"`` (:func:`keras_remat.cards.table.card`), or a target.
-            Nothing runs. It needs the extra ``cards``. On TensorFlow the step is the
-            compiled one, as with ``jit_compile=True``.
+        memory_limit: bytes that the device's allocator may have in use: ``8 * 2**30``, ``"8GiB"``
+            or ``"80%"`` of the device. ``None`` is all of the device's memory; of a card's, what a
+            framework uses by default.
+        card: a card to plan for, which need not be there: a name in
+            :data:`keras_remat.cards.table.CARDS` such as ``"H100"``, a card of one's own such as
+            ``"RTX3060:memory=8GiB"`` (:func:`keras_remat.cards.table.card`), or a target. Nothing
+            runs. It needs the extra ``cards``. On TensorFlow the step is the compiled one, as with
+            ``jit_compile=True``.
         solver: a name in ``SOLVERS``.
         solver_time_limit_s: seconds for the solver.
         profile: ``"measured"``, the default, runs a few steps (under an estimated plan) on the
@@ -81,7 +82,7 @@ def make_plan(
         InfeasibleBudgetError: the limit is below what one op alone needs.
         ScheduleNotFoundError: no schedule was found under it.
         UnsupportedModelError: the model cannot be rematerialized, or not be compiled for the card.
-        MissingPackageError: what compiles for a card is not installed.
+        MissingPackageError: the packages that compile for a card are not installed.
         ValueError, TypeError: wrong arguments.
     """
     check_name("solver", solver, SOLVERS)
@@ -121,9 +122,9 @@ class TracedModel:
     """Holds a model's train step with its costs, outside of ``fit``.
 
     Args:
-        limit: what it may have in use.
+        limit: memory limit of the step.
         plan: the quick plan that was run to measure the profile; ``None`` where nothing was run.
-        card: that it is planned for; ``None`` for the live device.
+        card: name of the card to plan for; ``None`` for the live device.
     """
 
     batch: Any
@@ -149,12 +150,12 @@ def traced_as_it_trains(
     Where it may train in either mode, the first that can carry the step is taken, as in ``fit``.
 
     Args:
-        profile: ``None`` is measured on the live device, and estimated for a target.
+        profile: ``None`` means measured on the live device, and estimated for a target.
         target: where the step would run; ``None`` is the live device.
 
     Raises:
         UnsupportedModelError: no backend can carry the step.
-        InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under.
+        InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under was found.
         ValueError, TypeError: wrong arguments.
     """
     check_name("compilation", compilation, COMPILATIONS)
@@ -196,11 +197,12 @@ def traced_model(
     seed: int,
     target: Target | None = None,
 ) -> TracedModel:
-    """Traces a model and gives it a profile; with ``"measured"`` steps run under a quick plan, and
-    every variable is put back.
+    """Traces a model and profiles its step.
+
+    With ``"measured"``, steps run under a quick plan, and every variable is put back.
 
     Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under.
+        InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under was found.
         UnsupportedModelError: the model cannot be rematerialized.
         ValueError, TypeError: wrong arguments.
     """
@@ -236,13 +238,15 @@ def traced_model(
 def measured_problem(
     backend: Backend, model: Any, traced: TracedStep, problem: Problem, plan: Plan, batch: Any
 ) -> Problem:
-    """Returns ``problem`` with a profile measured by running ``plan`` on ``batch``; the model's
-    variables are put back."""
+    """Runs ``plan`` on ``batch``, and returns ``problem`` with the measured profile.
+
+    The model's variables are put back.
+    """
     schedule = plan.solution.schedule
     run = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule, plan.writing)
     with preserved_state(backend, model) as put_back:
         run(batch)  # a first call autotunes, which says nothing about later ones
-        put_back()  # what is measured then finds the variables where every later step will
+        put_back()  # now the variables are where every later step finds them
         _, usage = backend.measure(lambda: run(batch))
         resident = counted_bytes(backend.device)
         recorder = backend.recorder()
@@ -263,10 +267,12 @@ def measured_problem(
 def limit_on(
     device: DeviceMemory, memory_limit: int | str | None, margin: float, *, runs: bool = True
 ) -> Limit:
-    """Returns what was asked for; with a warning all that the device has, where that is less.
+    """Returns the limit that was asked for, or the device's memory where that is less.
+
+    It warns where the device has less.
 
     Args:
-        memory_limit: ``None`` is all that the device has.
+        memory_limit: ``None`` is all of the device's memory.
         runs: whether steps run on this device; a prediction may be for another.
     """
     total = device.total_bytes()

@@ -1,8 +1,8 @@
-"""A model and a batch of it, as a command line names them.
+"""Loads the model that a command line names, with a batch for it.
 
-A model is a file that ``model.save`` wrote, or a function that returns one, alone or with a batch.
-Where it comes alone, the batch is made up: of the shapes and dtypes that the model's inputs have,
-or that are given by name.
+A model is a file that ``model.save`` wrote, or a function that returns a model, alone or with a
+batch. Where it comes alone, a batch is made up, from the shapes and dtypes of the model's inputs,
+or from those given by name.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ _FUNCTION = "MODULE:FUNCTION that returns (model, (x, y))"
 
 
 class NamedModelError(ValueError):
-    """Says that a name gives no model, or that what stands beside it is wrong."""
+    """Reports that a name gives no model, or that another argument is wrong for it."""
 
 
 def add_arguments(command: Any) -> None:
-    """Declares what names a model and its batch: ``model`` and the options ``batch_size``,
-    ``shape`` and ``dtype``."""
+    """Adds the arguments that name a model and its batch to a command.
+
+    They are ``model`` and the options ``batch_size``, ``shape`` and ``dtype``.
+    """
     command.add_argument(
         "model",
         metavar="MODEL.keras|MODULE:FUNCTION",
@@ -60,19 +62,20 @@ def model_and_batch(
     shapes: Sequence[str] = (),
     dtypes: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-    """Returns a compiled model, and a batch of it: the function's own, or one that is made up.
+    """Returns a compiled model, and a batch for it: the function's own, or one that is made up.
 
     Args:
         name: a file, or ``package.module:function``.
-        batch_size: of a batch that is made up; ``None`` is the one that the model's inputs have, or
-            :data:`DEFAULT_BATCH_SIZE`.
-        shapes: ``"[INPUT=]DIM,DIM"`` each, without the batch.
-        dtypes: ``"[INPUT=]DTYPE"`` each.
+        batch_size: number of samples of a batch that is made up; ``None`` for the fixed size of the
+            model's inputs, or else :data:`DEFAULT_BATCH_SIZE`.
+        shapes: input shapes, each ``"[INPUT=]DIM,DIM"`` without the batch.
+        dtypes: input dtypes, each ``"[INPUT=]DTYPE"``.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: there is no such file.
         UnsupportedModelError: the batch would be sparse or ragged.
-        NamedModelError: no compiled model, no batch that follows from it, or one given twice.
+        NamedModelError: the name gives no compiled model, no batch follows from the model, or the
+            batch is given twice.
     """
     model, batch = _loaded(name)
     given = [
@@ -109,15 +112,14 @@ def model_and_batch(
 
 
 def _loaded(name: str) -> tuple[Any, Any]:
-    """Returns the model in a file, or what a function returns: a model and its batch, ``None``
-    where it gives none."""
+    """Returns the model of a file or a function, and its batch, ``None`` where it has none."""
     import keras
 
     enable_cpu_memory_stats()
     module, _, function = name.partition(":")
     batch: Any = None
     if function and not Path(name).exists():
-        sys.path.insert(0, "")  # as python -m does: functions beside the reader
+        sys.path.insert(0, "")  # as python -m does: finds modules in the current folder
         try:
             model = getattr(import_module(module), function)()
         except (ImportError, AttributeError) as error:
@@ -141,7 +143,7 @@ def _loaded(name: str) -> tuple[Any, Any]:
 
 
 def _by_name(texts: Sequence[str], option: str) -> dict[str, str]:
-    """Returns name of an input → what an option says of it; ``""`` is the name that was left out.
+    """Returns the texts of an option by input name; ``""`` where the name was left out.
 
     Raises:
         NamedModelError: an input is named twice.
@@ -173,10 +175,10 @@ def _dimensions(text: str) -> tuple[int, ...]:
 
 
 def _dtype(text: str) -> str:
-    """Returns the name of a dtype of Keras's.
+    """Returns Keras's name of a dtype.
 
     Raises:
-        NamedModelError: it knows none of that name.
+        NamedModelError: Keras knows no dtype of that name.
     """
     import keras
 

@@ -1,8 +1,7 @@
-"""The contract that gets installed: a schedule for one graph under one budget, as a record and a
-file.
+"""Holds a plan: a schedule for one graph under one budget, as a record and as a file.
 
-A :class:`Plan` tells its graph by fingerprint, and carries what it was predicted to take and, once
-it has run, what it took. Plans are made in :mod:`keras_remat.planning.request`.
+A :class:`Plan` knows its graph by fingerprint. It carries the predicted time and peak and, once it
+has run, the measured ones. Plans are made in :mod:`keras_remat.planning.request`.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Plan(PlanRecord):
     """Holds a schedule for one graph under one budget.
 
     Args:
-        fingerprint: of the graph it applies to.
-        budget_bytes: what the device may have in use at the peak.
+        fingerprint: fingerprint of the graph that the plan applies to.
+        budget_bytes: bytes that the device may have in use at the peak.
         solution: the schedule and how it was found.
         store_all: time and peak predicted without recomputation.
         predicted: time and peak predicted for the schedule, allocator overhead included; where the
@@ -61,17 +60,18 @@ class Plan(PlanRecord):
         name: for people.
         problem: the graph with the costs the plan was made from, so that a saved plan can be shown;
             ``None`` when left out.
-        compiled: the peak by the compiler's buffer assignment, and the time by what it made of the
-            step, in proportion to what it made of Keras's own, or else as predicted; ``None`` where
-            no compiler was asked.
-        card: that it was made for, by its name in the table of cards; ``None`` for the live device.
-        slicing: which ops of the traced step run in slices; ``fingerprint``, ``problem`` and the
+        compiled: the peak by the compiler's buffer assignment, and the time of the compiled step in
+            proportion to Keras's own compiled step, or else as predicted; ``None`` where no
+            compiler was asked.
+        card: the card that the plan was made for, by its name in the table of cards; ``None`` for
+            the live device.
+        slicing: the ops of the traced step that run in slices. ``fingerprint``, ``problem`` and the
             schedule are of the step in slices, ``store_all`` of the traced one.
-        writing: how a step compiled by TensorFlow is written for its card, by the compiler's word;
-            ``None`` where nobody was asked: strictly on TensorFlow, and on JAX as the device's own
-            compiler says.
-        smallest_bytes: how large an array is at least that the device counts; 0 where it counts
-            all. Peaks leave out smaller ones.
+        writing: how strictly a step compiled by TensorFlow is written for its card, as the compiler
+            decided; ``None`` where no compiler was asked. Then TensorFlow writes it strictly, and
+            JAX as the device's own compiler decides.
+        smallest_bytes: bytes of the smallest array that the device counts; 0 where it counts all.
+            Peaks leave out smaller arrays.
     """
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -136,9 +136,10 @@ class Plan(PlanRecord):
         """Returns a matplotlib figure of the plan.
 
         Args:
-            kind: ``"memory"`` over the time of a step, ``"holders"`` of the peak by layer,
-                ``"schedule"`` of what runs and what is kept when, or ``"overhead"`` against the
-                limit, which solves a few limits and takes seconds.
+            kind: ``"memory"``: bytes over the time of a step; ``"holders"``: the layers that hold
+                the peak; ``"schedule"``: which ops run and which values are kept when;
+                ``"overhead"``: the overhead against the limit, which solves for a few limits and
+                takes seconds.
 
         Raises:
             MissingPackageError: matplotlib is not installed.
@@ -167,8 +168,8 @@ class Plan(PlanRecord):
         return self.problem
 
 
-#: Shares of the way from the floor to the store-all peak that :func:`overheads` solves for, and
-#: the seconds each gets.
+#: Budgets that :func:`overheads` solves for, as shares of the way from the floor to the store-all
+#: peak, and the seconds each solve gets.
 _SHARES, _SOLVE_S = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1, 0.05), 1.0
 
 
@@ -176,8 +177,8 @@ def overheads(problem: Problem) -> list[tuple[int, float]]:
     """Returns (budget in bytes, overhead ratio) for budgets that a quick solver meets.
 
     Args:
-        problem: its budget plays no part. One second is spent on each of nine budgets at most,
-            between the floor and the peak without recomputation.
+        problem: the step; its own budget plays no part. Nine budgets between the floor and the peak
+            without recomputation are solved for, in at most one second each.
     """
     floor = problem.floor_bytes
     room = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes - floor
@@ -197,7 +198,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Reads a plan file.
 
     Raises:
-        InvalidProblemError: malformed; the message names the file and the field.
+        InvalidProblemError: the file is malformed; the message names the file and the field.
         OSError: the file cannot be read.
     """
     return plan_from_dict(read_json(path, FORMAT, VERSION), os.fspath(path))
@@ -255,7 +256,7 @@ def _optional_writing(top: Fields) -> Writing | None:
 
 
 def _input_difference(planned: Graph, step: Graph) -> str:
-    """Returns a sentence on the step inputs (weights, slots, the batch) that are not the same."""
+    """Returns a sentence on the step inputs (weights, slots, the batch) that differ."""
     ours, theirs = (
         Counter(f"{v.dtype} {v.shape}" for v in graph.values if v.producer is None)
         for graph in (planned, step)

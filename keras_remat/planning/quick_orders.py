@@ -1,11 +1,11 @@
-"""Remembers what the quick solver found: its answer follows from problem, target and seed alone.
+"""Remembers the quick solver's answers, which follow from problem, target and seed alone.
 
-A ``fit`` asks it again and again for the same step: for a first plan, before every slower solver,
-and for a tighter plan after a step that measured over the limit. What changes between is what the
-device adds, and not what the solver is asked. Near the floor an answer takes seconds: of a U-Net of
-volumes 74 solves took 183 s of 230 s, and 23 of them were different.
+A ``fit`` asks the quick solver again and again for the same step: for a first plan, before every
+slower solver, and for a tighter plan after a step that measured over the limit. In between, only
+the device's surplus changes, and often not the question to the solver. Near the floor an answer
+takes seconds: for a U-Net of volumes, 74 solves took 183 s of 230 s, and 23 of them were different.
 
-What is remembered belongs to a memory model, and with it to one ``fit``.
+The answers belong to a memory model, and with it to one ``fit``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from keras_remat.solvers.search.greedy import steps_limit, sure_steps
 
 #: The solver whose answers are remembered: it takes the first order that it finds.
 QUICK = "greedy_first"
-#: Answers that are remembered for one memory model.
+#: Number of answers that are remembered for one memory model.
 _MOST = 64
-#: Says what was asked: ids of graph and profile, the target in bytes, and the seed.
+#: Identifies a question: ids of graph and profile, the target in bytes, and the seed.
 Asked = tuple[int, int, int, int]
 
 
@@ -34,15 +34,18 @@ class QuickOrders:
         self._known: OrderedDict[Asked, tuple[Problem, list[Solution], int]] = OrderedDict()
 
     def of(self, problem: Problem, seed: int, time_limit_s: float) -> list[Solution] | None:
-        """Returns what was found; empty where nothing was in as much work, and ``None`` where the
-        solver was not asked for as much."""
+        """Returns the remembered solutions of a problem.
+
+        The list is empty where the solver found none in at least as much work, and ``None`` is
+        returned where it was never asked, or found none in less work.
+        """
         if (known := self._known.get(_asked(problem, seed))) is None:
             return None
         _, found, steps = known
         return list(found) if found or _steps(problem, time_limit_s) <= steps else None
 
     def keep(self, problem: Problem, seed: int, time_limit_s: float, found: list[Solution]) -> None:
-        """Keeps an answer, and forgets the oldest one of too many."""
+        """Keeps an answer; forgets the oldest one where there are too many."""
         steps = _steps(problem, time_limit_s)
         self._known[_asked(problem, seed)] = problem, list(found), steps
         if len(self._known) > _MOST:

@@ -1,11 +1,11 @@
-"""The one door for plans: what is asked for is a record, and :func:`plan_for` answers it.
+"""Answers every request for a plan: a request is a record, and :func:`plan_for` answers it.
 
-A request says all that the answer depends on, so that it can be answered anywhere: here, by the
-first of several processes for all of them, or in a process beside training
-(:mod:`keras_remat.planning.background`). Without a framework and without state.
+A request holds everything the answer depends on, so that any process can answer it: this one, the
+first of several processes for all of them, or a process beside training
+(:mod:`keras_remat.planning.background`). Answering needs no framework and keeps no state.
 
-What keeps to a budget is found in :mod:`keras_remat.planning.calibrated_solve`. Here is decided
-which budgets and solvers are asked, and what will do where none of them finds anything.
+:mod:`keras_remat.planning.calibrated_solve` finds a schedule for one budget. This module decides
+which budgets and solvers are tried, and which schedule will do where none keeps to the limit.
 """
 
 from __future__ import annotations
@@ -37,36 +37,37 @@ logger = logging.getLogger(__name__)
 
 #: Seconds a quick solver may take.
 _QUICK_SOLVE_S = 4.0
-#: Headroom is given up at once where it leaves less than such a share of the room above the floor:
-#: to find that there is no schedule takes many times as long as to find one.
+#: Share of the limit's usable bytes less the resident ones. Where headroom leaves less than this
+#: above the floor, it is given up at once: finding that there is no schedule takes many times as
+#: long as finding one.
 _LEAST_ROOM = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Says what plan is asked for.
+    """Holds a request for a plan.
 
     Args:
         problem: the traced step with its costs.
-        batch_size: of the step; errors say what batch would do.
-        limit: what the plan has to keep to.
+        batch_size: number of samples of the step; errors advise a smaller one by it.
+        limit: memory limit that the plan has to keep to.
         memory: predicts the peaks that the device will show.
         auto_solver: the solver that ``"auto"`` stands for.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
-        seconds: for solving; compiling comes on top.
-        clock_s: seconds, compiling included, after which nothing improves a plan any more.
-        is_quick: whether a plan to measure under is asked for: one that a quick solver finds, or
-            the chosen one in half of its time or all.
-        headroom_bytes: what the plan leaves free beside the margin, where one does.
+        seconds: seconds for solving; compiling comes on top.
+        clock_s: seconds, compiling included, after which a plan is not improved any more.
+        is_quick: whether a plan to measure under is enough: a quick solver's, else the chosen
+            solver's in half of its time, else in all of it.
+        headroom_bytes: bytes that the plan leaves free beside the margin, if such a plan is found.
         known: a legal order that will do where the solver ``"auto"`` finds no faster one; other
-            solvers are not told of it.
-        below_bytes: where no plan keeps to the limit, the one that needs least will do if that is
-            less than this by prediction; ``None`` where it will not do.
-        avoid: orders that measured over the limit, and will not do then.
-        failure: why no plan keeps to the limit, where that is known: the one that needs least is
-            asked for.
-        device: says what would lower an op's need; ``None`` where errors give no advice.
-        where: of these processes the first one makes the plan, for all of them.
+            solvers do not use it.
+        below_bytes: bytes. Where no plan keeps to the limit, the plan of the least peak will do if
+            that peak is predicted below this; ``None`` where no plan over the limit will do.
+        avoid: orders that measured over the limit; no plan over the limit may have one of them.
+        failure: the error that no plan keeps to the limit, where it is known. Then the plan of the
+            least peak is asked for.
+        device: advises how an op could need less; ``None`` where errors give no advice.
+        where: processes that train together; the first one makes the plan for all.
     """
 
     problem: Problem
@@ -98,12 +99,12 @@ class PlanRequest:
         )
 
     def elsewhere(self) -> Self:
-        """Returns the request as another process can answer it, which knows no device."""
+        """Returns the request for another process, which knows no device."""
         return replace(self, device=None, where=Processes())
 
     @property
     def budgets_bytes(self) -> tuple[int, ...]:
-        """Returns what the plan may need: with the headroom left, where that can be, or without."""
+        """Returns the budgets to try: with headroom first, where it leaves room, then without."""
         usable, problem = self.limit.usable_bytes, self.problem
         within = usable - self.headroom_bytes
         least = problem.floor_bytes + _LEAST_ROOM * (usable - problem.profile.resident_bytes)
@@ -135,8 +136,11 @@ def _plan_for(request: PlanRequest) -> Plan:
 
 
 def _within_limit(request: PlanRequest) -> tuple[BudgetCandidate, int]:
-    """Returns what the first try finds that finds anything, and its budget: with headroom, or else
-    without; by a quick solver, where that will do, or else by the chosen one."""
+    """Returns the first schedule found within the limit, and the budget it was found for.
+
+    The budget with headroom is tried before the one without, and for a quick plan a quick solver
+    before the chosen one.
+    """
     usable, solver, seconds = request.limit.usable_bytes, request.solver, request.seconds
     tries = [(solver, seconds, budget) for budget in request.budgets_bytes]
     if request.is_quick:
@@ -154,7 +158,7 @@ def _within_limit(request: PlanRequest) -> tuple[BudgetCandidate, int]:
                 raise
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", statement_of(error))
-            if clock.is_over:  # with no time left, the same again does what was done
+            if clock.is_over:  # with no time left, the same try again finds nothing new
                 tries = [one for one in tries if (one[0], one[-1]) not in tried]
             if not tries:
                 raise
@@ -181,17 +185,17 @@ def _solved(
 
 
 def _least_over_limit(request: PlanRequest, failure: BudgetError) -> BudgetCandidate:
-    """Returns the schedule that needs least, where none keeps to the limit.
+    """Returns the schedule of the least peak, where none keeps to the limit.
 
-    It is the least of all that were found; where no compiler has told its peak, the least that a
-    quick solver finds.
+    It is the best that the failed search found. Where that search found none, or the order of ops
+    matters, a quick solver's best is compared with it.
 
-    A small predicted saving is enough to measure it. Where the order of ops matters and other
-    orders were measured, it is measured whatever is predicted, because what a device adds to a
-    prediction differs from order to order (a plan predicted at 95 MiB measured 74).
+    A small predicted saving is enough for a schedule to be measured. Where the order of ops matters
+    and other orders were measured, it is measured whatever is predicted, because the device's
+    surplus over a prediction differs from order to order (a plan predicted at 95 MiB measured 74).
 
     Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: ``failure``, where there is none.
+        InfeasibleBudgetError, ScheduleNotFoundError: ``failure``, where no schedule will do.
     """
     problem, memory, usable = request.problem, request.memory, request.limit.usable_bytes
     seen: BudgetCandidate | None = getattr(failure, "least_over_limit", None)
@@ -221,7 +225,7 @@ def plan_by(
     """Returns the plan for a known order; ``None`` where it needs more than the budget.
 
     Args:
-        schedule: as of :func:`keras_remat.planning.budget_candidate.known_order`.
+        schedule: as in :func:`keras_remat.planning.budget_candidate.known_order`.
     """
     found = known_order(problem, schedule, budget_bytes, memory)
     return None if found is None else plan_of(problem, budget_bytes, memory, found)
@@ -230,7 +234,7 @@ def plan_by(
 def plan_of(
     problem: Problem, budget_bytes: int, memory: MemoryModel, found: BudgetCandidate
 ) -> Plan:
-    """Returns what was found as a plan."""
+    """Returns the plan for a candidate."""
     store_all = Schedule.store_all(problem.graph)
     predicted = Usage(found.time_s, found.peak_bytes)
     told_s = memory.compiled_step_s(problem, found.schedule) if found.is_exact else None

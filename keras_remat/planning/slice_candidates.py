@@ -1,4 +1,4 @@
-"""Which ops of a step may be put into slices so that a budget is kept: few ops and few parts first.
+"""Lists the sets of ops that may run in slices to keep a budget: few ops and few parts first.
 
 :mod:`keras_remat.planning.slicing` decides among them.
 """
@@ -11,23 +11,24 @@ from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.slices import SliceRule, Slicing
 
-#: How many parts there may be.
+#: Numbers of parts that are tried.
 PARTS = (2, 4, 8, 16, 32, 64)
-#: Ops that need more than such a share of what the budget leaves for a step are put into slices:
-#: those that cannot run at all, and then those beside which hardly anything may be kept.
+#: Shares of the budget less the resident bytes. Ops that need more than such a share are put into
+#: slices: first those that cannot run at all, then those beside which hardly anything may be kept.
 _SHARES = (1.0, 0.7, 0.45)
-#: A value of more than this share of it is large: ops on both sides of it run in the same slices.
+#: A value above this share of the same bytes is large: the ops that make and read it run in the
+#: same slices.
 _LARGE_SHARE = 1 / 16
 
 
 def candidates(
     problem: Problem, rules: Mapping[int, SliceRule], budget_bytes: int
 ) -> Iterator[Slicing]:
-    """Yields what may be put into slices so that a budget is kept, few ops and few parts first.
+    """Yields ways to slice a step so that a budget is kept, few ops and few parts first.
 
     Args:
-        rules: op id → how it may run in slices.
-        budget_bytes: what the whole step needs too much of.
+        rules: op id → how the op may run in slices.
+        budget_bytes: bytes of the budget, which the whole step exceeds.
     """
     room = budget_bytes - problem.profile.resident_bytes
     seen: set[Slicing] = set()
@@ -49,7 +50,7 @@ def candidates(
 
 
 def able_ops(rules: Mapping[int, SliceRule], parts: int) -> frozenset[int]:
-    """Returns the ops that can run in so many slices, each with its partners."""
+    """Returns the ops that can run in ``parts`` slices, each with its partners."""
     able = {op_id for op_id, rule in rules.items() if rule.divides % parts == 0}
     while alone := {op_id for op_id in able if not rules[op_id].partners <= able}:
         able -= alone
@@ -63,8 +64,12 @@ def grown(
     able: frozenset[int],
     large_bytes: float,
 ) -> set[int]:
-    """Returns the seeds, the ops that exchange parts of large values with them, and the ops between
-    those, however small: a part of a large value would have to wait there for all the others."""
+    """Returns the seeds and all ops that have to run in slices with them.
+
+    These are the ops that exchange parts of large values with the seeds, and the ops between them,
+    however small their values are: at a whole op in between, one part of a large value would have
+    to wait for all the others.
+    """
     stack, chosen = sorted(seeds), set[int]()
     while stack:
         op_id = stack.pop()
@@ -88,8 +93,8 @@ def _between(
 ) -> set[int]:
     """Returns the ops that hand parts on from chosen ops to other chosen ones.
 
-    Returns also the ops that read parts of step inputs alone, and that chosen ops alone read. Where
-    such an op runs whole, a compiler may keep more bytes for it than it makes.
+    Ops that only read parts of step inputs, and whose values only chosen ops read, are returned,
+    too. Where such an op runs whole, a compiler may keep more bytes for it than it makes.
     """
     feeds = set(chosen)
     for op in reversed(graph.ops):

@@ -1,4 +1,4 @@
-"""What a step in slices costs, by what is known of the whole one and of other slices."""
+"""Computes the costs of a step in slices from those of the whole step and of other slices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from keras_remat.core.target import CPU_RATES
 
 
 def sliced_costs(problem: Problem, sliced: SlicedGraph, expected: Sequence[int] = ()) -> Problem:
-    """Returns what a sliced graph costs by what the whole one does.
+    """Returns the costs of a sliced graph, from those of the whole graph.
 
-    A part takes its share of the op's time and workspace, and an op that cuts, joins or adds moves
-    its bytes, at a CPU's rate: what is known of a GPU's is less.
+    A part takes its share of the op's time and workspace. An op that cuts, joins or adds moves its
+    bytes at a CPU's rate, because less is known of a GPU's.
 
     Args:
-        expected: the workspace that each op of the sliced graph is expected to ask for. Some
+        expected: bytes of workspace that each op of the sliced graph is expected to ask for. Some
             kernels ask for as much for a part as for the whole.
     """
     profile, graph = problem.profile, sliced.graph
@@ -48,12 +48,13 @@ def sliced_costs(problem: Problem, sliced: SlicedGraph, expected: Sequence[int] 
 def undivided_scratch(
     traced: TracedStep, problem: Problem, estimate: Callable[[TracedStep], Profile]
 ) -> dict[int, int]:
-    """Returns id of a whole op → the bytes of workspace that its parts were seen to ask for and
-    that nobody expected: more parts may not divide them.
+    """Returns the workspace that parts measured above the estimate, by id of the whole op.
+
+    More parts may not divide these bytes.
 
     Args:
-        traced: a step in slices; of others nothing was seen.
-        problem: its costs.
+        traced: a step in slices; for a whole step, the result is empty.
+        problem: the costs of ``traced``.
         estimate: returns estimated costs of a step.
     """
     if traced.whole is None or problem.profile.source != "measured":
@@ -68,7 +69,7 @@ def undivided_scratch(
 
 
 def _glue_bytes(graph: Graph, op_id: int, role: str) -> int:
-    """Returns the bytes that an op reads and writes which cuts, joins or adds."""
+    """Returns the bytes that an op which cuts, joins or adds reads and writes."""
     op, values = graph.ops[op_id], graph.values
     if role == "start":
         return 0
@@ -85,11 +86,12 @@ def costs_of(
     estimate: Callable[[TracedStep], Profile],
     undivided: Mapping[int, int] | None = None,
 ) -> tuple[TracedStep, Problem]:
-    """Returns a sliced step, which knows the workspace of whole ops, and its costs: shares of
-    measured ones, or estimates of its own.
+    """Returns a sliced step that knows the workspace of its whole ops, and its costs.
+
+    The costs are shares of the whole step's costs where these were measured, else estimates.
 
     Args:
-        undivided: as :func:`undivided_scratch` returns it.
+        undivided: bytes as :func:`undivided_scratch` returns them.
     """
     if sliced.whole is None:
         raise LookupError("the step is not in slices")
@@ -111,11 +113,12 @@ def costs_of(
 
 
 def ends_bytes(graph: Graph, rules: Mapping[int, SliceRule], slicing: Slicing) -> int:
-    """Returns bytes that a step in slices needs above what is resident, however it is ordered, as
-    an op reads parts of a value that is made whole, and makes parts of one that is read whole.
+    """Returns bytes above the resident ones that a step in slices needs in any order.
 
-    When the buffer of the second one is begun, every part of it has been made, or is still to be
-    read. No single op shows that: slices of Adam's updates seemed to need half of what they do.
+    They come from ops that read parts of a value that is made whole, and make parts of a value that
+    is read whole. When the buffer of the second value is begun, its parts have all been made, or
+    the first value is still to be read. No single op shows that: slices of Adam's updates seemed to
+    need half of what they do.
     """
     chosen, most_bytes = set(slicing.ops), 0
     for op_id in slicing.ops:

@@ -1,17 +1,18 @@
-"""Slices where no schedule of the whole step fits: which ops run in them, and in how many.
+"""Chooses slices where no schedule of the whole step fits: which ops, and how many parts.
 
-No schedule gets below what one op needs while it runs. Where that is over the budget, or where no
-schedule is found, the ops that need most are put into slices, with all ops around them that hand
-large values to one another: then those values exist for a part only
-(:mod:`keras_remat.core.slices`). The numbers of the training stay what they are, up to the order in
+No schedule gets below the bytes that one op needs while it runs. Where these are over the budget,
+or where no schedule is found, the ops that need most are put into slices, together with all ops
+around them that exchange large values. Of these values, only a part exists at a time
+(:mod:`keras_remat.core.slices`). The numbers of the training stay the same, up to the order in
 which a sum over the batch is added up.
 
-The choice is a short list of candidates, few ops and few parts first: smaller kernels are slower,
-and a larger graph takes longer to solve. The first is taken for which a look finds a schedule that
-adds little to a step; more parts leave more room, which recomputes less. Where all are dear, the
-cheapest is.
+The candidates are a short list, few ops and few parts first: smaller kernels are slower, and a
+larger graph takes longer to solve. A quick look at each finds a first schedule. The first candidate
+whose schedule adds little to a step is taken; where all are dear, the cheapest is. More parts leave
+more room, and so recompute less.
+
 Where a number of micro-batches is asked for, the batch runs in as many slices
-(:func:`in_micro_batches`), of all ops that hand large values to one another.
+(:func:`in_micro_batches`) of all ops that exchange large values.
 """
 
 from __future__ import annotations
@@ -60,24 +61,24 @@ class SlicingOptions:
     """Rules which ways to slice a step are tried, and for how long.
 
     Args:
-        hopeless: a floor above this share of what the budget leaves for a step leaves no room for a
-            schedule: more parts are tried at once.
-        promising: after a candidate failed, those come first whose floor is up to such a share of
-            its floor, both without what is resident. For MobileNetV2's step at 0.8 of its floor the
-            quick solver finds no schedule in five candidates with 0.5 to 1.0 of the first one's,
-            and one in that with 0.25.
-        dear: a schedule in slices that adds more than such a share to the time of a step is dear:
-            others are looked at. At 0.8 of the floor of a U-Net's step, 2, 4 and 8 slices add 3.1,
-            0.6 and 0.4; of MobileNetV2's, 2 have no schedule, and 4 and 8 add 0.9 and 0.4.
-        most_tries: candidates that are solved for.
-        most_s: seconds after which no further candidate is solved for, or those for solving where
-            they are more. A compiler takes most of that time: where a small model's step had no
-            schedule, two candidates took 164 seconds, and solving was to take 3.
-        most_times, most_more: ops that a sliced graph may have, so many times the whole one's, and
-            so many more.
-        micro_batch_shares: where a batch trains in micro-batches, values of more than such a share
-            of the largest one are there in slices: the least share that does not make the graph too
-            large.
+        hopeless: share of the budget less the resident bytes. A candidate whose floor is above this
+            share leaves no room for a schedule: more parts are tried at once.
+        promising: share of the floor of the candidate that failed last, both without the resident
+            bytes. Candidates with a floor up to this share come first after the failure. For
+            MobileNetV2's step at 0.8 of its floor, the quick solver finds no schedule for five
+            candidates whose floors are 0.5 to 1.0 of the first one's, and finds one at 0.25.
+        dear: share of a step's time. A schedule in slices that adds more than this is dear: other
+            candidates are looked at. At 0.8 of the floor of a U-Net's step, 2, 4 and 8 slices add
+            3.1, 0.6 and 0.4; of MobileNetV2's, 2 have no schedule, and 4 and 8 add 0.9 and 0.4.
+        most_tries: number of candidates that are solved for at most.
+        most_s: seconds after which no further candidate is solved for; the request's seconds for
+            solving where these are more. A compiler takes most of that time: where a small model's
+            step had no schedule, two candidates took 164 seconds, and solving was to take 3.
+        most_times, most_more: a sliced graph has at most ``most_times`` times the ops of the whole
+            graph, plus ``most_more``.
+        micro_batch_shares: shares of the largest value that an op makes or reads part by part. In
+            micro-batches, ops with larger values than such a share run in slices. The least share
+            is taken that does not make the graph too large.
     """
 
     hopeless: float = 0.85
@@ -96,7 +97,7 @@ _Candidate = tuple[Slicing, TracedStep, Problem]
 
 
 def _most_ops(graph: Graph) -> int:
-    """Returns how many ops a graph may have in slices."""
+    """Returns how many ops a graph may have once it is in slices."""
     return OPTIONS.most_times * len(graph.ops) + OPTIONS.most_more
 
 
@@ -107,18 +108,18 @@ def in_micro_batches(
     count: int,
     estimate: Callable[[TracedStep], Profile],
 ) -> tuple[TracedStep, Problem]:
-    """Returns a whole step, and its costs, so that it trains its batch slice by slice.
+    """Puts a whole step into slices, as micro-batches; returns the step and its costs.
 
     Args:
         traced, problem: the whole step and its costs.
-        samples: of the batch.
-        count: how many slices are asked for; where they do not divide the batch, it is the next
-            larger number that does, or a smaller one.
+        samples: number of samples of the batch.
+        count: number of slices that are asked for. Where it does not divide the batch, the next
+            larger number that does is taken, up to twice as many, or else a smaller one.
         estimate: returns estimated costs of a step.
 
     Raises:
-        UnsupportedModelError: the batch is not divided by such a number, or nothing large runs in
-            slices; the message says which.
+        UnsupportedModelError: no such number divides the batch, or nothing large runs in slices;
+            the message says which.
     """
     slicer, graph = traced.slicer, problem.graph
     if slicer is None:
@@ -149,7 +150,7 @@ def in_micro_batches(
 
 
 def _large_bytes(graph: Graph, op_id: int, rule: SliceRule) -> int:
-    """Returns the largest value that an op makes or reads part by part."""
+    """Returns the bytes of the largest value that an op makes or reads part by part."""
     by_part = rule.sliced | (set(graph.ops[op_id].outputs) - rule.sums)
     return max((graph.values[v].nbytes for v in by_part), default=0)
 
@@ -159,12 +160,13 @@ def plan_with_slices(
     request: PlanRequest,
     estimate: Callable[[TracedStep], Profile],
 ) -> tuple[TracedStep, Problem, Plan]:
-    """Returns a plan with the step that it runs, and that one's costs: in slices, where no plan for
-    the whole step keeps to the limit.
+    """Returns the step that runs, its costs, and a plan for it.
+
+    The step runs in slices where no plan for the whole step keeps to the limit.
 
     Args:
         traced: the step of the request, in slices or not.
-        request: what is asked for.
+        request: the plan that is asked for.
         estimate: returns estimated costs of a step.
 
     Raises:
@@ -185,18 +187,21 @@ def plan_in_slices(
     seen: tuple[TracedStep, Problem] | None = None,
     below_s: float = inf,
 ) -> tuple[TracedStep, Problem, Plan]:
-    """Returns what :func:`plan_with_slices` does where there is no plan for the whole step.
+    """Plans a step in slices, after no plan for the whole step was found.
 
     Args:
-        failure: why no plan of whole ops was found.
+        failure: the error that says why no plan of whole ops was found.
         door: makes a plan for a request.
-        seen: another step in slices that was measured, for which no plan was found, and its costs.
-        below_s: seconds of a step that is known: only ways are tried for which a look finds a
-            faster one.
+        seen: a measured step in other slices, with its costs, for which no plan was found.
+        below_s: seconds of a known step. Only candidates are tried for which a look finds a faster
+            step.
+
+    Returns:
+        The step in slices, its costs, and the plan, as :func:`plan_with_slices` does.
 
     Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: slices do not help; the message names the op
-            that needs too much in them, or the least that was found.
+        InfeasibleBudgetError, ScheduleNotFoundError: slices do not help. The message names the op
+            that needs too much even in slices, or the least peak that was found.
     """
     slicer, problem, budget = traced.slicer, request.problem, request.limit.usable_bytes
     if slicer is None:
@@ -214,7 +219,7 @@ def plan_in_slices(
             problem=costs,
             clock_s=clock.left_s(),
             solver=QUICK if clock.is_over else request.solver,
-            # where a look at all of the budget found nothing, less of it is not asked for
+            # a look at the whole budget found nothing, so there is no room for headroom
             headroom_bytes=request.headroom_bytes if time_s < inf else 0,
         )
         try:
@@ -223,8 +228,8 @@ def plan_in_slices(
             logger.debug("keras_remat: %s: %s", _name(slicing), statement_of(error))
             if isinstance(error, ScheduleNotFoundError):
                 error.least_over_limit = None  # it is no schedule of the whole step
-            # limits are advised by what is told: where whole ops have room, slices in which nothing
-            # was found say less, and are slower to ask
+            # the error that is raised decides which limits are advised: where whole ops have room,
+            # slices without any schedule say less, and trying limits for them takes longer
             if error.best_peak_bytes is not None or isinstance(failure, InfeasibleBudgetError):
                 told = min(told, error, key=_nearness)
         if end.is_over:
@@ -248,7 +253,7 @@ def _hopeful(
     """Yields the candidates whose floor leaves room for a schedule, few ops and few parts first.
 
     Args:
-        floors: the costs of all candidates that were looked at are added to it.
+        floors: gets the costs of every candidate that was looked at.
     """
     problem, budget = request.problem, request.limit.usable_bytes
     resident = problem.profile.resident_bytes
@@ -270,11 +275,11 @@ def _hopeful(
 
 
 def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[_Candidate]:
-    """Yields what may be tried: after a failure first what needs much less than what failed.
+    """Yields candidates; after a failure, those first that need much less than the failed one.
 
     Args:
-        failed: floors of those for which nothing cheap was found, without what is resident; the
-            caller adds to them.
+        failed: floors, less the resident bytes, of the candidates for which nothing cheap was
+            found; the caller adds to them.
     """
     waiting = []
     for one in found:
@@ -288,13 +293,14 @@ def _by_promise(found: Iterator[_Candidate], failed: Sequence[int]) -> Iterator[
 def _cheap_first(
     found: Iterator[_Candidate], request: PlanRequest, failed: list[int], below_s: float
 ) -> Iterator[tuple[float, _Candidate]]:
-    """Yields candidates for which a look finds a cheap schedule as soon as it does, then the dear
-    ones, the cheapest first, and, unless they have to be faster than what is known, those for which
-    it finds none; and with each the seconds of what it finds.
+    """Looks at candidates, and yields each with the seconds of the schedule that a look finds.
+
+    A candidate with a cheap schedule is yielded at once. The dear ones follow, the cheapest first.
+    Those without a schedule (infinite seconds) come last, and only where ``below_s`` is infinite.
 
     Args:
-        failed: what :func:`_by_promise` is told.
-        below_s: as of :func:`plan_in_slices`.
+        failed: the list that :func:`_by_promise` reads.
+        below_s: as in :func:`plan_in_slices`.
     """
     dear, best_s = list[tuple[float, _Candidate]](), below_s
     for one in found:
@@ -319,11 +325,12 @@ def is_dear(time_s: float, whole: Problem) -> bool:
 
 
 def _look(costs: Problem, request: PlanRequest, below_s: float) -> float:
-    """Returns the seconds of a schedule that a few passes find, which is kept as what the quick
-    solver finds; infinite where they find none.
+    """Returns the seconds of a schedule that a few passes find; infinite where they find none.
+
+    The schedule is remembered as the quick solver's answer.
 
     Args:
-        below_s: a slower one will not do.
+        below_s: seconds; a slower schedule will not do.
     """
     within = costs.with_budget(request.limit.usable_bytes)
     order = greedy.look(within, below_s)
@@ -347,7 +354,7 @@ def _name(slicing: Slicing) -> str:
 
 
 def _nearness(error: BudgetError) -> tuple[bool, int]:
-    """Returns what is less the nearer one came: the least that was found, or else the floor."""
+    """Returns a sort key, smaller for a nearer miss: the least peak found, or else the floor."""
     found = error.best_peak_bytes
     return found is None, error.floor_bytes if found is None else found
 
@@ -355,7 +362,7 @@ def _nearness(error: BudgetError) -> tuple[bool, int]:
 def in_slices_of(
     plan: Plan, traced: TracedStep, problem: Problem, estimate: Callable[[TracedStep], Profile]
 ) -> tuple[TracedStep, Problem]:
-    """Returns a step and its costs as a plan runs them: in its slices, if it has any.
+    """Returns a step and its costs in a plan's slices; whole, where the plan has none.
 
     Raises:
         PlanMismatchError: the plan's slices are of another step.
@@ -378,11 +385,11 @@ def in_slices_of(
 
 
 def told_whole(plan: Plan, traced: TracedStep, problem: Problem, memory: MemoryModel) -> Plan:
-    """Returns a plan that says what its slices are, and what the whole step needs without a plan.
+    """Returns a plan with its slices, and with the usage of the whole step without a plan.
 
     Args:
-        traced: the step that it runs, in slices or not.
-        problem: that one's costs.
+        traced: the step that the plan runs, in slices or not.
+        problem: the costs of that step.
     """
     if traced.whole is None:
         return plan
