@@ -1,2 +1,2 @@
-"""What both frameworks share when XLA compiles a whole step: what will exist in memory, what
-protects a recomputation, what it costs. No framework."""
+"""Models and protects whole steps that XLA compiles, for both frameworks: which values exist in
+memory, how recomputations are protected, what they cost. It imports no framework."""

@@ -26,22 +26,22 @@ from keras_remat.core import interpreter
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
-#: Characters, at most, that an error quotes of what the process said.
+#: Most characters of the process's output that an error quotes.
 _ERRORS_SHOWN = 500
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardStep:
-    """Says what XLA:GPU made of a step, without its kernels.
+    """Holds the memory and the module of a step that XLA:GPU compiled without its kernels.
 
-    Its names are those of ``jax.stages.Compiled`` and of what that says of memory.
+    Names are those of ``jax.stages.Compiled`` and of its memory analysis.
 
     Args:
-        argument_size_in_bytes: state and batch.
-        output_size_in_bytes: logs and new state.
+        argument_size_in_bytes: bytes of state and batch.
+        output_size_in_bytes: bytes of logs and new state.
         alias_size_in_bytes: bytes of the outputs that lie in donated arguments.
-        temp_size_in_bytes: alive only during the call.
-        text: the optimized module in its order.
+        temp_size_in_bytes: bytes alive only during the call.
+        text: the optimized module, its instructions in the order they run.
     """
 
     argument_size_in_bytes: int = 0
@@ -52,11 +52,11 @@ class CardStep:
 
     @property
     def added_bytes(self) -> int:
-        """Returns what a call takes beside its arguments."""
+        """Returns the bytes a call takes beside its arguments."""
         return self.output_size_in_bytes - self.alias_size_in_bytes + self.temp_size_in_bytes
 
     def memory_analysis(self) -> CardStep:
-        """Returns what the buffer assignment says."""
+        """Returns the sizes of the buffer assignment."""
         return self
 
     def as_text(self) -> str:
@@ -87,10 +87,10 @@ class CardCompiler:
         self._started()
 
     def compiled(self, module: bytes, target: Target) -> CardStep:
-        """Returns what a step takes; any thread may ask.
+        """Compiles a step and returns its memory and module; any thread may call it.
 
         Args:
-            module: bytecode of StableHLO, or a serialized ``HloModuleProto``.
+            module: StableHLO bytecode, or a serialized ``HloModuleProto``.
             target: the card.
 
         Raises:

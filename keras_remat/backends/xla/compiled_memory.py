@@ -1,16 +1,16 @@
-"""What XLA needs for a schedule, in terms of what the model of its fusion predicts.
+"""Predicts the memory XLA needs for a schedule, from a model of its fusion.
 
-The simulated peak of a schedule is a model of what XLA puts into memory, for a GPU with the gaps
-between it (:mod:`keras_remat.backends.xla.packing`); copies and kernels that need scratch come on
-top. A compilation or a run tells how much.
+The simulated peak of a schedule models what XLA puts into memory, for a GPU with the gaps between
+values (:mod:`keras_remat.backends.xla.packing`). Copies and kernels that need scratch memory come
+on top; a compilation or a run shows how much they take.
 
-Keras's own step and lowered schedules are calibrated apart: lowering keeps random bits and copies
-of small values out of the forward phase, so that even store-all takes less lowered than plain.
+Keras's own step and lowered schedules are calibrated apart. Lowering keeps random bits and copies
+of small values out of the forward phase, so even store-all takes less lowered than plain.
 
-A backend may write one schedule in several ways, the quicker ones of which take more
-(:mod:`keras_remat.backends.xla.protect`). Asked without a budget, what is known of a schedule is
-what the way takes that it would run in now. Asked for more than the budget leaves, the compiler is
-asked again, until no way is left.
+A backend may write one schedule in several ways, and the quicker ways take more memory
+(:mod:`keras_remat.backends.xla.protect`). Without a budget, the known bytes of a schedule are those
+of the way in which it would run now. If they exceed what the budget leaves, the compiler is asked
+again, until no way is left.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ from keras_remat.core.slices import is_sliced
 from keras_remat.core.writing import Writing
 
 FIRST_RATIO, GPU_FIRST_RATIO = 1.15, 1.02
-"""Before any schedule was compiled: about what XLA:CPU needed on the models of
-``benchmarks/compiled_step.py``, and XLA:GPU on those of ``benchmarks/cards.py``."""
+"""Needed bytes over simulated ones, assumed before any schedule was compiled: about what XLA:CPU
+needed on the models of ``benchmarks/compiled_step.py``, and XLA:GPU on those of
+``benchmarks/cards.py``."""
 
 RULED_OUT = 1.25
-"""Keras's own step is not compiled where that of another batch size was, and tells that this one
-takes so many times the room that a budget leaves: what sizes tell of each other is nearer than that
-(``tests/backends/jax/test_backend.py``)."""
+"""Largest predicted need of Keras's own step, over the room that the budget leaves, at which the
+step is compiled. It is not compiled above that, if it was compiled at another batch size. Batch
+sizes predict each other more closely than this (``tests/backends/jax/test_backend.py``)."""
 
-#: Activation bytes of a schedule as it is written for what a problem's budget leaves
-#: (:attr:`~keras_remat.core.problem.Problem.room_bytes`), or of Keras's own step (``None``);
-#: ``None`` where only a run tells.
+#: Returns the activation bytes of a schedule, written for the room that a problem's budget leaves
+#: (:attr:`~keras_remat.core.problem.Problem.room_bytes`). For ``None`` it returns those of Keras's
+#: own step. Returns ``None`` if only a run can tell.
 Compile = Callable[[Problem, Schedule | None], int | None]
-#: Seconds of the same, by the roofline of where it will run; ``None`` where they are not known.
+#: Returns the seconds of the same step, by the roofline of the device it will run on; ``None`` if
+#: they are not known.
 CompiledTime = Callable[[Problem, Schedule | None], float | None]
 _Key = tuple[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Says what is known of one schedule, in bytes above the resident ones.
+    """Holds what is known of one schedule, in bytes above the resident ones.
 
     Args:
-        compiled_bytes: what compiling told, or the first run.
-        surplus_bytes: what a run took more.
-        is_least: whether it is written in no way that takes less.
+        compiled_bytes: bytes by a compilation, or by the first run.
+        surplus_bytes: bytes that a run took more.
+        is_least: whether no way of writing it takes less.
     """
 
     compiled_bytes: int
@@ -61,11 +63,11 @@ class _Known:
 
     @property
     def added_bytes(self) -> int:
-        """Returns what the schedule takes."""
+        """Returns the bytes the schedule takes."""
         return self.compiled_bytes + self.surplus_bytes
 
     def serves(self, problem: Problem) -> bool:
-        """Returns whether there is nothing to ask the compiler under a problem's budget."""
+        """Returns whether the compiler need not be asked again under a problem's budget."""
         room = problem.room_bytes
         return self.is_least or room is None or self.added_bytes <= room
 
@@ -74,14 +76,14 @@ class CompiledMemory(MemoryModel):
     """Predicts the peak of compiled steps; see :class:`~keras_remat.backends.memory.MemoryModel`.
 
     Args:
-        compile_bytes: compiles a schedule and tells what it adds to the resident bytes.
-        on_gpu: whether XLA:GPU does, or XLA:CPU.
+        compile_bytes: returns the bytes that a compiled schedule adds to the resident ones.
+        on_gpu: whether XLA:GPU compiles; else XLA:CPU does.
         rewrites: whether a schedule that takes more than its budget leaves is written in another
             way.
-        compiled_time_s: tells how long something takes that was compiled.
-        writing_of: tells how a schedule was written, where a plan has to say so.
-        chunk_bytes: tells what the device's allocator hands out now for what a compiled step asks
-            for, where that is one request.
+        compiled_time_s: returns the seconds of a compiled step.
+        writing_of: returns how a schedule was written, where a plan has to record it.
+        chunk_bytes: returns the bytes that the device's allocator would hand out now for a compiled
+            step's bytes, if the step asks for them in one request.
     """
 
     def __init__(
@@ -100,15 +102,15 @@ class CompiledMemory(MemoryModel):
         self._first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
         self._simulated = packed_bytes if on_gpu else alive_bytes
         self._known: dict[_Key, _Known] = {}
-        # key → simulated bytes, those of store-all, and those it takes
+        # key → bytes simulated, bytes simulated for store-all, bytes taken
         self._points: dict[_Key, tuple[int, int, int]] = {}
         self._compiled_plain: list[Graph] = []  # a step of each kind
         self._store_all: tuple[Problem, int] | None = None  # of the problem asked for last
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns what is known of the schedule, else what those that are known suggest.
+        """Returns a schedule's known peak, or one predicted from the known schedules.
 
-        Keras's own step is compiled, unless other sizes of it tell that it is far over the budget.
+        Keras's own step is compiled, unless other batch sizes show that it is far over the budget.
         """
         plain = schedule == Schedule.store_all(problem.graph) and not is_sliced(problem.graph)
         is_asked = plain and not self._is_ruled_out(problem)
@@ -123,12 +125,12 @@ class CompiledMemory(MemoryModel):
     def with_fewer_gaps(
         self, problem: Problem, schedule: Schedule, deadline_s: float
     ) -> Schedule | None:
-        """Returns what leaves fewer gaps in the heap of XLA:GPU."""
+        """Returns a schedule with fewer gaps in the heap of XLA:GPU."""
         packs = self._simulated is packed_bytes
         return with_fewer_gaps(problem, schedule, deadline_s) if packs else None
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
-        """Returns the peak by compiling the schedule, where that tells."""
+        """Compiles a schedule and returns its peak; ``None`` if only a run can tell."""
         added = self._added_bytes(problem, schedule)
         return None if added is None else problem.profile.resident_bytes + added
 
@@ -143,14 +145,14 @@ class CompiledMemory(MemoryModel):
         return self._writing_of(problem, schedule)
 
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
-        """Takes the most that a schedule measured for what it needs."""
+        """Records the highest peak that a schedule measured as its need."""
         added = max(0, measured_peak_bytes - problem.profile.resident_bytes)
         known = self._known.get(_key(problem, schedule), _Known(added))
         surplus = max(known.surplus_bytes, added - known.compiled_bytes)
         self._learn(problem, schedule, replace(known, surplus_bytes=surplus))
 
     def afresh(self) -> CompiledMemory:
-        """Returns a model that knows of no schedule; what it compiles is remembered here."""
+        """Returns a model that knows no schedule; this one remembers what it compiles."""
 
         def compile_bytes(problem: Problem, schedule: Schedule | None) -> int | None:
             if self._added_bytes(problem, schedule) is None:
@@ -179,7 +181,7 @@ class CompiledMemory(MemoryModel):
         return self._handed_out(known)
 
     def _handed_out(self, known: _Known) -> int:
-        """Returns what a schedule takes, with the chunk that it would get now."""
+        """Returns the bytes a schedule takes with the chunk that it would get now."""
         return max(known.added_bytes, self._chunk_bytes(known.compiled_bytes))
 
     def _is_ruled_out(self, problem: Problem) -> bool:
@@ -205,7 +207,7 @@ class CompiledMemory(MemoryModel):
         return self._store_all[1]
 
     def _calibration(self, *, plain: bool) -> Calibration:
-        """Returns what Keras's own steps tell of each other, or schedules do."""
+        """Returns the calibration by Keras's own steps (``plain``), or by schedules."""
         calibration = Calibration(self._first_ratio)
         for (_, order), point in self._points.items():
             if (order is None) == plain:

@@ -1,22 +1,22 @@
-"""A whole train step that is compiled as one: a flat program as a graph of the values XLA will put
-into memory.
+"""Turns a compiled train step into a graph of the values XLA will put into memory.
 
-The program is cut into clusters (:mod:`keras_remat.backends.xla.fusion`); one cluster is one op.
-``Op.kind`` is the kind of its last equation.
+The step is a flat program, compiled as one. It is cut into clusters
+(:mod:`keras_remat.backends.xla.fusion`); one cluster is one op. ``Op.kind`` is the kind of its last
+equation.
 
 Three decisions that a reader of the graph should know:
 
-* *State in, state out.* The new state is written over the donated old one, so a new-state value has
+* *State in, state out.* The new state is written over the donated old one. So a new-state value has
   0 bytes here (its buffer is already among the resident bytes) and comes ``after`` every reader of
-  what it overwrites. Where a reader itself depends on the new value the buffers cannot be shared,
-  and the value is counted. So is a small one (a seed, a moving average): a few bytes are not worth
-  forbidding every later copy of its readers, dropout among them.
+  the state it overwrites. If such a reader itself depends on the new value, the buffers cannot be
+  shared and the value is counted. A small new-state value (a seed, a moving average) is counted,
+  too: a few bytes are not worth forbidding every later copy of its readers, dropout among them.
 * *Order.* Weight updates stand right behind their gradient, not at the end of the step as they were
-  traced: gradients need not all live at once, and XLA's scheduler does the same. Effects keep the
-  order in which they were traced.
-* *Phases.* Backward is what the framework marks as such; update is what depends on the backward
-  phase and is needed by no backward equation; the rest (metrics, seeds, moving averages) is
-  forward.
+  traced. So gradients need not all live at once, and XLA's scheduler does the same. Effects keep
+  the order in which they were traced.
+* *Phases.* An equation is backward if the framework marks it as such. It is update if it depends on
+  the backward phase and no backward equation needs it. All others (metrics, seeds, moving averages)
+  are forward.
 
 All equations may be recomputed except those with an effect and those that write state.
 """
@@ -145,8 +145,8 @@ def _arranged(
     phases: list[str],
     state: Sequence[tuple[int, Any]],
 ) -> tuple[list[int], dict[int, list[int]], dict[int, int]]:
-    """Returns the clusters in an order in which they can run, those that must precede one without a
-    value between them, and which new state is written over which old one."""
+    """Returns an order in which the clusters can run; per cluster, those that must precede it
+    although it reads none of their values; and per new state, the old state that it overwrites."""
     readers: dict[int, list[int]] = defaultdict(list)
     for at, part in enumerate(parts):
         for number in part.reads:
@@ -175,8 +175,7 @@ def _overwritten(
     readers: dict[int, list[int]],
     state: Sequence[tuple[int, Any]],
 ) -> dict[int, int]:
-    """Returns new-state numbers that take over the buffer of an old-state input, with that
-    input."""
+    """Returns new-state number → number of the old-state input whose buffer it takes over."""
     result: dict[int, int] = {}
     for old, new in state:
         if not isinstance(new, int) or new not in makers or new in result:
@@ -196,7 +195,7 @@ def _overwritten(
 def _descendants(
     at: int, parts: list[Cluster], readers: dict[int, list[int]], until: int
 ) -> set[int]:
-    """Clusters up to ``until`` that depend on cluster ``at``."""
+    """Returns the clusters up to ``until`` that depend on cluster ``at``."""
     seen: set[int] = set()
     stack = [at]
     while stack:
@@ -210,8 +209,8 @@ def _descendants(
 def _order(
     parts: list[Cluster], makers: dict[int, int], phases: list[str], after: dict[int, list[int]]
 ) -> list[int]:
-    """Returns a topological order, as it was traced but with updates as early as they can run; what
-    is in a cycle is left out."""
+    """Returns a topological order: as traced, but with updates as early as they can run. Clusters
+    in a cycle are left out."""
     before = {
         at: {makers[n] for n in part.reads if n in makers} | set(after.get(at, ()))
         for at, part in enumerate(parts)

@@ -1,12 +1,11 @@
-"""Which values XLA will put into memory, and the equations behind each: the ops a plan should
-decide about.
+"""Finds the values XLA will put into memory, and the equations behind each.
 
-An equation list is the wrong granularity under XLA. Elementwise equations are fused into their
-readers and copied into several of them when that is cheap, so most intermediate values never exist,
-and keeping or recomputing one is no decision at all. This module cuts the program into *clusters*:
-one value (or the values of one equation) that will exist, with the chain of equations that leads to
-it from other values that exist. A chain that two clusters need stands in both, as XLA's fusion
-copies it.
+These are the ops a plan should decide about. An equation list is the wrong granularity under XLA.
+Elementwise equations are fused into their readers and copied into several of them when that is
+cheap, so most intermediate values never exist, and keeping or recomputing one is no decision at
+all. This module cuts the program into *clusters*. A cluster is one value (or the values of one
+equation) that will exist, with the chain of equations that leads to it from other values that
+exist. A chain that two clusters need stands in both, as XLA's fusion copies it.
 
 The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``,
 ``EffectivelyAtMostUnary``, ``IsExpensive`` in ``xla/service/instruction_fusion.cc``). A value does
@@ -18,16 +17,16 @@ The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``,
 * it has one reader, or it comes from at most one value of about its own size and is cheap, or its
   readers run as one because they end in the same equation.
 
-XLA takes a value that comes from two large ones into such readers, too. Here it exists, and a plan
-may hold it: else all of what it is made of has to be there when its readers run. An LSTM's plan
-for 0.35 of plain's bytes needs that (``benchmarks/cards.py``).
+XLA also takes a value that comes from two large ones into such readers. In this model it exists,
+and a plan may hold it. Otherwise all values it is made of would have to exist when its readers run.
+An LSTM's plan for 0.35 of plain's bytes needs that (``benchmarks/cards.py``).
 
 Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain
-step does not tell; and reading it would cost one more compilation. What the rule gets wrong, the
-compiled peak corrects (:mod:`keras_remat.backends.xla.compiled_memory`).
+step does not show it, and reading that module would cost one more compilation. The compiled peak
+corrects the rule's errors (:mod:`keras_remat.backends.xla.compiled_memory`).
 
 XLA:GPU takes more readers into one kernel than XLA:CPU (pooling and concatenation), and its
-libraries return tuples; what differs stands in the framework's :class:`Kinds` for a GPU.
+libraries return tuples. The framework's :class:`Kinds` for a GPU hold these differences.
 
 Known limits: XLA:GPU also copies some expensive chains, and emits several outputs from one kernel;
 neither is modelled.
@@ -45,20 +44,20 @@ from typing import Any, Protocol
 from keras_remat.backends.micro_batches import SEPARATION
 
 HELD_BYTES = 65536
-"""A smaller value is not held by a barrier: it costs no more than this to keep what it is made
-of."""
+"""Smallest value that a barrier holds, in bytes. Keeping what a smaller value is made of costs no
+more than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """Describes one operation of a flat program: pure, unless it says otherwise.
+    """Describes one operation of a flat program; it is pure unless ``has_effect``.
 
     Args:
-        source: what the framework needs to write it down again.
+        source: the framework's object from which the equation is written again.
         kind: the framework's name of the operation.
         scope: the scopes it was traced under, outermost first.
         inputs: numbers of values, and literals (anything that is no int).
-        outputs: numbers of the values it computes; none where all it has is an effect.
+        outputs: numbers of the values it computes; empty if it only has an effect.
         has_effect: whether it does more than compute its outputs.
     """
 
@@ -76,29 +75,29 @@ class Equation:
 
     @property
     def separates(self) -> bool:
-        """Returns whether it only makes a micro-batch wait for the one before: their phases have
-        nothing to do with each other."""
+        """Returns whether it only makes a micro-batch wait for the one before. It does not carry a
+        phase from the one to the other."""
         return SEPARATION in self.scope
 
 
 class Program(Protocol):
-    """Equations over numbered values; the first numbers are what the program is given."""
+    """Holds equations over numbered values; the first numbers are the program's inputs."""
 
     @property
     def equations(self) -> Sequence[Equation]:
-        """Returns them in an order in which they can run."""
+        """Returns the equations in an order in which they can run."""
 
     @property
     def outputs(self) -> Sequence[Any]:
-        """Returns numbers and literals."""
+        """Returns the outputs: numbers and literals."""
 
     @property
     def n_given(self) -> int:
-        """Returns how many numbers no equation computes: 0 to ``n_given − 1``."""
+        """Returns how many inputs there are; their numbers are 0 to ``n_given − 1``."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Returns bytes of every number."""
+        """Returns the bytes of every value, by number."""
 
     def describe(self, number: int) -> tuple[tuple[int, ...] | None, str]:
         """Returns shape and dtype of a number."""
@@ -106,28 +105,29 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Kinds:
-    """Says what a framework calls the operations the rule knows; all others read and write memory.
+    """Names the operations of a framework that the rule knows; all others read and write memory.
 
     Args:
-        views: their result is the same bytes; a transposition is one to a matrix product, which
-            reads either layout.
+        views: their result is the same bytes. A transposition counts as a view for a matrix
+            product, which reads either layout.
         cheap: fusible, and copied into every reader.
-        expensive: fusible, but computed once per reader only when there is one reader.
-        reductions: they take their input into their own loop, but their result exists.
+        expensive: fusible, but only where there is one reader: XLA does not copy them into several.
+        reductions: they take their input into their own loop; their result exists.
         random: fusible like an expensive one. On CPU each is a loop over several buffers of the
             result's size.
-        moving: those of ``cheap`` whose elements do not come from the same place of an input of the
-            same size.
+        moving: those of ``cheap`` that do not compute an element from the same place of an equally
+            large input.
         reshapes: those of ``views`` that move nothing.
         transposing: XLA:CPU makes a transposed copy of their first input.
-        in_tuples: their result comes in a tuple with scratch memory, as that of a library's kernel
-            on a GPU: no reader takes over its buffer.
-        cut: those of ``cheap`` that take a part of their input. Where a product comes before the
-            part is read, it exists: a barrier holds it, and what it is cut from is let go.
-        joining: those of ``cheap`` that put their inputs one behind the other: they read no more
-            than they write, however many inputs they have.
-        pooling_gradients: which of their inputs is the image: what XLA:GPU computes of it alone can
-            be larger than the gradient, and start long before it.
+        in_tuples: their result comes in a tuple with scratch memory, as from a library's kernel on
+            a GPU. No reader takes over its buffer.
+        cut: those of ``cheap`` that take a part of their input. If a product runs before the part
+            is read, the part exists: a barrier holds it, and its source is let go.
+        joining: those of ``cheap`` that concatenate their inputs. They read no more than they
+            write, however many inputs they have.
+        pooling_gradients: gradient of pooling → position of the image among its inputs. What
+            XLA:GPU computes from the image alone can be larger than the gradient, and start long
+            before it.
     """
 
     views: frozenset[str]
@@ -145,12 +145,12 @@ class Kinds:
 
     @cached_property
     def fusible(self) -> frozenset[str]:
-        """Returns what a reader can take into its own loop."""
+        """Returns the operations that a reader can take into its own loop."""
         return self.cheap | self.expensive | self.random | self.views
 
     @cached_property
     def elementwise(self) -> frozenset[str]:
-        """Returns the operations that make one element of the result of one of each operand."""
+        """Returns the operations that compute each element from one element per operand."""
         return (self.cheap | self.expensive) - self.moving
 
 
@@ -164,23 +164,23 @@ def on_gpu(
     in_tuples: frozenset[str],
     cut: frozenset[str],
 ) -> Kinds:
-    """Returns the names with what XLA:GPU does to them.
+    """Returns the framework's names, grouped by what XLA:GPU does to them.
 
-    Pooling and concatenation take what they read into their own loops. What is joined is computed
-    again in each reader that can take it, and so is a sigmoid, of which swish makes its result and
-    its gradient (``benchmarks/cards.py`` on an H100, JAX: DenseNet121's plan for half took 57 %
-    less than predicted before that was known, and 3 % less since; EfficientNetB0's for 0.35 10 and
-    3 %). cuDNN reads an image as it lies and returns a tuple; and the gradient of pooling becomes a
-    search for the largest elements of the forward image, which needs no gradient and could start at
-    any time.
+    Pooling and concatenation take their inputs into their own loops. XLA:GPU computes a
+    concatenation again in each reader that can take it. It does the same with a sigmoid, from which
+    swish makes its result and its gradient. On an H100 with JAX (``benchmarks/cards.py``),
+    DenseNet121's plan for half took 57 % less than predicted before this rule, and 3 % less since;
+    EfficientNetB0's plan for 0.35 took 10 % and 3 % less. cuDNN reads an image in the layout it has
+    and returns a tuple. The gradient of pooling becomes a search for the largest elements of the
+    forward image; the search needs no gradient and could start at any time.
 
     Args:
-        kinds: what XLA:CPU does to them.
+        kinds: the names, grouped by what XLA:CPU does to them.
         sigmoids: logistic functions.
         joining: concatenations.
         pooling: forward pooling, and gradients of an average.
         pooling_gradients: see :class:`Kinds`.
-        in_tuples: calls of cuDNN's.
+        in_tuples: calls of cuDNN.
         cut: see :class:`Kinds`.
     """
     again = sigmoids | joining
@@ -199,18 +199,18 @@ def on_gpu(
 
 
 MAX_COPIED_CHAIN = 48
-"""Longest chain that is copied into several readers; XLA limits fusions by their operand count,
-this by length."""
+"""Longest chain, in equations, that is copied into several readers. XLA limits fusions by their
+operand count, this model by length."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equations that run as one.
+    """Holds equations that run as one.
 
     Args:
-        equations: indices into the program, ascending; the last one computes ``outputs``, or has an
-            effect alone.
-        reads: numbers of the existing values and program inputs it reads, ascending.
+        equations: indices into the program, ascending. The last one computes ``outputs``, or only
+            has an effect.
+        reads: numbers of the program inputs and existing values it reads, ascending.
         outputs: numbers of the values it computes.
         may_reuse: those of ``reads`` that the compiler may overwrite with an output of the same
             size.
@@ -224,14 +224,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Says what stands behind a value that does not exist.
+    """Holds the equations behind a value that does not exist.
 
     Args:
         equations: indices into the program.
-        leaves: numbers of the values they start from.
-        moved: those of ``leaves`` whose elements do not come to the same place.
-        expensive: whether one of the equations is.
-        joins: whether one of them joins values.
+        leaves: numbers of the existing values they start from.
+        moved: those of ``leaves`` whose elements move to another place.
+        expensive: whether one of the equations is expensive.
+        joins: whether one of the equations joins values.
     """
 
     equations: frozenset[int]
@@ -254,11 +254,12 @@ def clusters(
     Args:
         program: the equations.
         kinds: the framework's names.
-        sizes: bytes of every number to decide by, if not the program's own: those of the same
-            program for another batch size.
-        copied: numbers that are read as copies alone, which are written of what they are made of:
-            that is what is in memory, until all are written.
-        along: numbers that every reader computes along where it can, also of reductions.
+        sizes: bytes of every value to decide by, those of the same program at another batch size;
+            ``None`` for the program's own.
+        copied: numbers of values that are read only as copies. XLA writes such a copy from what the
+            value is made of, which stays in memory until all copies are written.
+        along: numbers of values that every reader computes for itself where it can, even results of
+            reductions.
     """
     producer = {out: at for at, e in enumerate(program.equations) for out in e.outputs}
     kept = {a for a in program.outputs if isinstance(a, int)}
@@ -300,14 +301,15 @@ def clusters(
 
 
 def _in_a_tuple(equation: Equation, kinds: Kinds) -> bool:
-    """Returns whether an output is read out of a tuple; the heap simulator lets a buffer be taken
-    over only where the defining instruction itself is read (``xla/service/heap_simulator``)."""
+    """Returns whether an output is read out of a tuple. The heap simulator lets a buffer be taken
+    over only if the reader reads the defining instruction itself
+    (``xla/service/heap_simulator``)."""
     return equation.kind in kinds.in_tuples or (bool(kinds.in_tuples) and len(equation.outputs) > 1)
 
 
 def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int]:
-    """Returns numbers of the values that some reader, directly or through views, needs in memory;
-    program outputs among them."""
+    """Returns the numbers of the program outputs, and of the values that some reader needs in
+    memory, directly or through views."""
     needed: set[int] = set(kept)
     for equation in reversed(program.equations):
         for number in equation.reads:
@@ -320,8 +322,8 @@ def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int
 
 
 def _waiting_parts(program: Program, kinds: Kinds, size: Sequence[int]) -> set[int]:
-    """Returns numbers of the large parts of computed values that are read behind a product or the
-    like."""
+    """Returns the numbers of large parts of computed values that are still to be read after a
+    product or the like."""
     reads_memory = [
         at
         for at, e in enumerate(program.equations)
@@ -351,8 +353,9 @@ def _can_be_absent(equation: Equation, kinds: Kinds, in_memory: set[int]) -> boo
 
 
 def _ends(program: Program, kinds: Kinds, in_memory: set[int]) -> dict[int, set[int]]:
-    """Returns the equations in which the readers of every value end: a view ends where its result
-    does, and so does an equation whose readers all end in one."""
+    """Returns value → equations in which its readers end. A view ends where its result does. So
+    does an equation that can be absent and whose readers all end in one equation. All others end in
+    themselves."""
     ends: dict[int, set[int]] = defaultdict(set)
     for at, equation in reversed(list(enumerate(program.equations))):
         found = {at}
@@ -382,14 +385,14 @@ def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _
 
 
 def _is_cheap(chain: _Chain) -> bool:
-    """Returns whether XLA computes a value of one large one anew in each of several readers."""
+    """Returns whether XLA computes a chain again in each of several readers."""
     return not chain.expensive and len(chain.equations) <= MAX_COPIED_CHAIN
 
 
 def _is_of_one(
     chain: _Chain, out_bytes: int, size: Sequence[int], producer: dict[int, int]
 ) -> bool:
-    """Returns whether a value comes from at most one of about its own size; what is joined counts
-    as one."""
+    """Returns whether a value comes from at most one value of about its own size. Values that are
+    joined count as one."""
     large = [leaf for leaf in chain.leaves if leaf in producer and size[leaf] * 8 >= out_bytes]
     return len(large) <= 1 or (chain.joins and sum(size[leaf] for leaf in large) <= out_bytes)

@@ -1,26 +1,28 @@
-"""What a plan's order needs on a GPU so that XLA keeps to it: which results a barrier has to hold,
-which ops must not share a kernel, and when weights are updated.
+"""Finds what a plan's order needs on a GPU so that XLA keeps to it.
 
-**Held.** XLA:GPU computes an elementwise value, or a slice, inside of the kernels that read it,
-however late those come, and until then keeps what the value is made of. Where a plan computes such
-a value to let go of something, and a product or a convolution comes before it is read, it is held:
-then it exists when the plan says so. The gradient of a skip connection is such a value, a slice of
-the gradient of a concatenation three times as large.
+These are results that a barrier has to hold, ops that must not share a kernel, and the places where
+weights are updated.
 
-So is a sum that several ops read. Each of them would compute it again, and what is added up would
-live until the last one has. But a barrier keeps such a value out of the kernels of its readers, and
-so takes time. Where a plan has room, what is added up may live as well: then nothing is held
+**Held.** XLA:GPU computes an elementwise value, or a slice, inside the kernels that read it,
+however late they run, and until then keeps what the value is made of. A plan may compute such a
+value in order to let go of what it is made of. If a product or a convolution runs before the value
+is read, a barrier holds the value: then it exists when the plan says so. The gradient of a skip
+connection is such a value, a slice of the gradient of a concatenation three times as large.
+
+A sum that several ops read is held, too. Otherwise each reader would compute it again, and its
+summands would live until the last reader. But a barrier keeps the sum out of the kernels of its
+readers, which takes time. Where a plan has room for the summands, the sum is not held
 (:func:`needed`).
 
-**Apart.** XLA:GPU computes several elementwise values of one operand in one kernel, where none
-needs another. A ReLU that runs again for the gradient of a kernel and the ReLU's own gradient are
-such values. A plan has let go of the first before it computes the second. In one kernel both exist,
-and with them what the second was computed from.
+**Apart.** XLA:GPU computes several elementwise values of one operand in one kernel if none needs
+another. A ReLU that runs again for the gradient of a kernel and the ReLU's own gradient are such
+values. A plan lets go of the first before it computes the second. In one kernel both exist, and
+with them what the second is computed from.
 
-**Updates.** A scheduler that counts bytes puts an update off: it makes three arrays of a weight's
-size (the weight and two moments) and lets go of one, its gradient. That they are written over old
-ones is not counted. So large gradients wait to the end of the step, unless what follows waits for
-the update.
+**Updates.** A scheduler that counts bytes puts an update off: the update makes three arrays of a
+weight's size (the weight and two moments) and lets go of one, its gradient. The scheduler does not
+count that the new arrays are written over old ones. So large gradients wait until the end of the
+step, unless later ops wait for the update.
 """
 
 from __future__ import annotations
@@ -37,23 +39,27 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import last_reads, live_bytes
 
 UNHELD_SHARE = 0.95
-"""What is not held may be alive up to this share of a schedule's peak. A U-Net's plan for half of
-plain's bytes on an H100, 182.2 MiB with all sums held, took 186.7 MiB at 1, over its limit, and
-182.2 at 0.96 and 0.9; of plain's time it took 1.19, and 1.13, 1.14 and 1.15."""
+"""Share of a schedule's peak that may be alive with results left unheld. Measured on a U-Net's plan
+for half of plain's bytes on an H100: 182.2 MiB and 1.19 of plain's time with all sums held; 186.7
+MiB, over its limit, and 1.13 at 1; 182.2 MiB and 1.14 at 0.96; 182.2 MiB and 1.15 at 0.9."""
 
 WAITING_SHARE = 1.05
-"""What is alive where gradients of dense kernels wait to the end of the step may be so many times
-what is alive otherwise. On a T4 it is 1.00 times that in plans for half of a BERT-like's, a
-GPT-like's and a ViT's bytes, where early updates take up to 2 % of the step's time, and 1.09 in
-VGG16's plan for 0.7, where they take none: it took 528.5 MiB with late ones, and 467.3."""
+"""Largest ratio of the bytes alive with updates at the end of the step, where gradients of dense
+kernels wait for them, to the bytes alive otherwise. On a T4 the ratio is 1.00 in plans for half of
+the bytes of a BERT-like, a GPT-like and a ViT, where early updates take up to 2 % of the step's
+time. It is 1.09 in VGG16's plan for 0.7, where early updates take no time: it took 528.5 MiB with
+late ones and 467.3 MiB with early ones."""
 
 
 def waiting(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
-    """Returns the positions of an order whose result has to be held.
+    """Returns the positions of an order whose results have to be held.
+
+    Between the last read of one of the op's inputs and the first read of its result, a product
+    runs.
 
     Args:
-        graph: whose ops are clusters.
-        order: op ids.
+        graph: a graph whose ops are clusters.
+        order: op ids, in the order they run.
         kinds: the framework's names.
     """
     values, inside = graph.values, kinds.elementwise | kinds.cut
@@ -95,16 +101,16 @@ def needed(
     asked: Collection[int],
     copying: Collection[str],
 ) -> frozenset[int]:
-    """Returns those positions of an order whose result has to be held, so that no more is alive at
-    once than :data:`UNHELD_SHARE` of the most that the order has.
+    """Returns those ``asked`` positions of an order whose results have to be held.
 
-    What is not held exists nowhere: what it is made of lives until its last reader, or until the
-    first one where a product is among them.
+    A result is left unheld as long as no more bytes are alive than :data:`UNHELD_SHARE` of the
+    order's peak. An unheld result exists nowhere. What it is made of lives until the result's last
+    reader, or until its first reader if a product is among the readers.
 
     Args:
-        graph, order, kinds: as of :func:`waiting`.
-        asked: positions of elementwise ops, whose results are asked about.
-        copying: as of :func:`read_from_memory`.
+        graph, order, kinds: as in :func:`waiting`.
+        asked: positions of the elementwise ops to decide about.
+        copying: as in :func:`read_from_memory`.
     """
     schedule, problem = Schedule(tuple(order)), _without_costs(graph)
     alive, reads = live_bytes(problem, schedule), last_reads(problem, schedule)
@@ -140,12 +146,14 @@ def needed(
 def read_from_memory(
     graph: Graph, order: Sequence[int], kinds: Kinds, copying: Collection[str]
 ) -> dict[int, int]:
-    """Returns the positions of an order whose result something reads that no kernel computes it in,
-    a product for instance, before it is computed again; and where that result is read first.
+    """Returns position → first reader, for results that something reads from memory.
+
+    A product, for instance, cannot compute the result in its own kernel. Readers count until the
+    result is computed again.
 
     Args:
-        graph, order, kinds: as of :func:`waiting`.
-        copying: kinds of ops that read a copy in another layout, which is all that exists.
+        graph, order, kinds: as in :func:`waiting`.
+        copying: kinds of ops that read a copy in another layout; only that copy exists.
     """
     fusible = (kinds.fusible | kinds.reductions).union(copying)
     made: dict[int, int] = {}  # value → where it was computed last
@@ -163,11 +171,10 @@ def read_from_memory(
 
 
 def apart(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
-    """Returns the positions of an order that must not run in one kernel with an earlier one, which
-    runs again.
+    """Returns the positions that must not share a kernel with an earlier recomputation.
 
     Args:
-        graph, order, kinds: as of :func:`waiting`.
+        graph, order, kinds: as in :func:`waiting`.
     """
     values, inside = graph.values, kinds.elementwise | kinds.cut
     made: dict[int, int] = {}  # value → where it was computed last
@@ -196,13 +203,14 @@ def apart(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
 
 
 def updated_early(graph: Graph, order: Sequence[int], updates: Collection[int]) -> tuple[int, ...]:
-    """Returns the order with updates as early as they can run: behind what they read and all that
-    reads what they overwrite.
+    """Returns the order with updates as early as they can run.
+
+    An update comes behind the ops it reads from and behind all readers of the values it overwrites.
 
     Args:
-        graph, order: as of :func:`waiting`.
-        updates: ids of the ops that are moved, with what the forward phase computes for updates
-            alone, such as a rate.
+        graph, order: as in :func:`waiting`.
+        updates: ids of the ops to move. Forward ops that only updates read, such as those of a
+            rate, move with them.
     """
     runs, moved = Counter(order), _of_updates(graph).union(updates) if updates else ()
     last = {op_id: at for at, op_id in enumerate(order)}
@@ -219,11 +227,13 @@ def updated_early(graph: Graph, order: Sequence[int], updates: Collection[int]) 
 
 
 def waits_for_updates(graph: Graph, order: Sequence[int], updates: Collection[int]) -> bool:
-    """Returns whether an order takes more memory than :data:`WAITING_SHARE` of its own, where
-    updates come at the end of the step: their gradients wait for them.
+    """Returns whether late updates make an order's gradients take too much memory.
+
+    Gradients wait for their updates. It is too much if, with updates at the end of the step, more
+    than :data:`WAITING_SHARE` times the order's own peak is alive.
 
     Args:
-        graph, order: as of :func:`waiting`.
+        graph, order: as in :func:`waiting`.
         updates: ids of the ops that would be put off.
     """
     late = [op_id for op_id in order if op_id in updates]
@@ -243,7 +253,7 @@ def _without_costs(graph: Graph) -> Problem:
 
 
 def _of_updates(graph: Graph) -> frozenset[int]:
-    """Returns what the forward phase computes for updates alone."""
+    """Returns the ids of the forward ops whose results only updates need."""
     found: set[int] = set()
     updates = {op.id for op in graph.ops if op.phase == UPDATE}
     for op in reversed(graph.ops):

@@ -1,5 +1,7 @@
-"""What one kernel that XLA makes of a cluster takes: the slower of its arithmetic and its traffic,
-and a launch."""
+"""Estimates the time of the one kernel that XLA makes of a cluster.
+
+A kernel takes the longer of its arithmetic and its memory traffic, plus a launch.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,21 @@ INDEX_BYTES = 4
 """XLA:GPU looks for the largest elements of pooling's windows with one index per dimension."""
 
 FUSED_SHARE = 0.1
-"""What an elementwise op costs when it runs again, of what it would cost as a kernel of its own: it
-is fused into its readers, writes nothing, and much of what it reads they read too. XLA fuses it
-there whether it was kept or not, so a schedule that keeps such values instead of the products and
-convolutions they come from is not obeyed; this share makes it the dearer one. An op with random
-numbers or a reduction inside, a softmax for instance, is a kernel of its own whatever reads it."""
+"""Cost of an elementwise op that runs again, as a share of its cost as a kernel of its own. XLA
+fuses it into its readers: it writes nothing, and its readers read much of its inputs anyway. XLA
+does so whether the value was kept or not. So it does not obey a schedule that keeps such values
+instead of the products and convolutions they come from; this share makes that schedule the dearer
+one. An op with random numbers or a reduction inside, a softmax for instance, is a kernel of its own
+whatever reads it."""
 
 
 def kernel_time_s(flops: float, traffic_bytes: int, rates: Rates) -> float:
     """Returns estimated seconds of one kernel.
 
     Args:
-        flops: its arithmetic, in operations of a 32-bit matrix product.
-        traffic_bytes: what it reads and writes.
-        rates: of where it runs.
+        flops: its arithmetic, in FLOPs of a 32-bit matrix product.
+        traffic_bytes: bytes it reads and writes.
+        rates: rates of the device it runs on.
     """
     return rates.seconds_per_kernel + max(
         flops * rates.seconds_per_flop, traffic_bytes * rates.seconds_per_byte
@@ -38,8 +41,8 @@ def kernel_time_s(flops: float, traffic_bytes: int, rates: Rates) -> float:
 
 
 def op_time_s(traced: FusedStep, op: Op, kinds: Kinds, flops: float, rates: Rates) -> float:
-    """Returns estimated seconds of one op: of the one kernel that XLA makes of a cluster, which
-    pays for what it reads and writes, and nothing for the values inside it."""
+    """Returns estimated seconds of one op, which XLA makes one kernel. The kernel pays for what it
+    reads and writes, and nothing for the values inside the cluster."""
     program = traced.program
     traffic = sum(program.sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
     inside = {program.equations[at].kind for at in traced.handles[op.id]}

@@ -1,12 +1,13 @@
 """Counts FLOPs, bytes moved and roofline time of a compiled module from its HLO text.
 
 The compiler's own ``cost_analysis`` counts neither cuDNN's nor cuBLAS's calls, which are most of a
-step on a GPU. Here every instruction that becomes a kernel is one: a fusion, a call of a library, a
-copy. It reads its operands and writes its results once. What a fusion updates in place it writes
-alone, and it reads and computes no more than its results are made of: what a guard waits for is one
-element of a large value, and XLA computes that element, not the value. Products and convolutions
-count two FLOPs for a multiplication and addition, anything else one for an element. The body of a
-loop counts as often as it runs, and of branches the dearest.
+step on a GPU. Here every instruction that becomes a kernel counts as one: a fusion, a call of a
+library, a copy. A kernel reads its operands and writes its results once. If a fusion updates a
+value in place, only the update counts as written. A fusion reads and computes only the elements
+that its results need: a guard waits for one element of a large value, and XLA computes that
+element, not the value. Products and convolutions count two FLOPs for a multiplication and addition;
+anything else counts one per element. The body of a loop counts as often as it runs; of the branches
+of a condition, the dearest counts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 #: An element of a tuple, as JAX 0.11.2's XLA writes it down.
 _ELEMENT = re.compile(r".+#\d+")
-#: What is no kernel.
+#: Kinds of instructions that become no kernel.
 FREE = names("""
     parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id
     optimization-barrier
 """)
-#: They move elements, and compute nothing.
+#: Kinds of instructions that compute nothing; some of them move elements.
 MOVING = FREE | names("""
     copy transpose reshape broadcast iota slice dynamic-slice dynamic-update-slice concatenate pad
     reverse gather select convert bitcast-convert
@@ -50,12 +51,12 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """Returns how many it has."""
+        """Returns the number of elements."""
         return math.prod(self.dims)
 
     @property
     def nbytes(self) -> int:
-        """Returns what it takes."""
+        """Returns the size in bytes."""
         digits = re.search(r"\d+", self.kind)
         bits = BITS.get(self.kind) or (int(digits[0]) if digits else 0)
         return self.elements * bits // 8
@@ -89,7 +90,7 @@ Computation = dict[str, Instruction]
 
 @dataclass(frozen=True)
 class Costs:
-    """Says what a module takes."""
+    """Holds FLOPs, bytes moved and seconds."""
 
     flops: float = 0.0
     bytes_moved: int = 0
@@ -103,16 +104,16 @@ class Costs:
         )
 
     def times(self, count: int) -> Costs:
-        """Returns the same, so many times."""
+        """Returns the costs of ``count`` runs."""
         return Costs(self.flops * count, self.bytes_moved * count, self.time_s * count)
 
 
 def costs(text: str, rates: Rates) -> Costs:
-    """Returns what the entry computation of an optimized module takes.
+    """Returns the costs of the entry computation of an optimized module.
 
     Args:
         text: ``Compiled.as_text()``.
-        rates: of the card.
+        rates: the card's.
     """
     module = _Module(*_parsed(text), rates)
     return module.of(module.entry)
@@ -126,7 +127,7 @@ class _Module:
     known: dict[str, Costs] = field(default_factory=dict)
 
     def of(self, name: str) -> Costs:
-        """Costs of a computation whose instructions are kernels."""
+        """Returns the costs of a computation whose instructions are kernels."""
         if name not in self.known:
             inside = self.computations[name]
             self.known[name] = sum((self._cost(i, inside) for i in inside.values()), Costs())
@@ -159,7 +160,7 @@ class _Module:
         return Costs(flops, moved, kernel_time_s(weighted, moved, self.rates))
 
     def _flops(self, body: Computation) -> tuple[float, float]:
-        """Returns the same of a fusion; each value is computed as far as its kernel needs it."""
+        """Returns the same for a fusion; only elements that its kernel needs count."""
         wanted = _wanted(body)
         found = []
         for one in body.values():
@@ -169,7 +170,7 @@ class _Module:
         return math.fsum(f for f, _ in found), math.fsum(w for _, w in found)
 
     def _flops_of(self, one: Instruction, operands: Sequence[Instruction]) -> tuple[float, float]:
-        """Returns FLOPs of an instruction, and the same in those of a 32-bit product."""
+        """Returns FLOPs of an instruction, and their cost in FLOPs of a 32-bit product."""
         if one.kind in MOVING or not one.arrays:
             return 0.0, 0.0
         target = one.of(r'custom_call_target="([^"]+)"')
@@ -197,7 +198,7 @@ def _dot_flops(one: Instruction, left: Instruction) -> float:
 
 def _convolution_flops(one: Instruction, operands: Sequence[Instruction], target: str) -> float:
     """Returns FLOPs. Every element of the output is a sum over the kernel's places and input
-    channels; for the gradients, too."""
+    channels; this holds for the gradients, too."""
     result, first, second = one.arrays[0], operands[0].arrays[0], operands[1].arrays[0]
     kernel, output = second, result
     if "BackwardInput" in target:
@@ -209,8 +210,8 @@ def _convolution_flops(one: Instruction, operands: Sequence[Instruction], target
 
 
 def _wanted(body: Computation) -> dict[str, int]:
-    """Returns how many elements of every instruction of a fusion its kernel computes: those that
-    the elements of its results are made of."""
+    """Returns instruction → how many of its elements a fusion's kernel computes: those that its
+    results need."""
     (root,) = (one for one in body.values() if one.is_root)
     wanted = dict.fromkeys(body, 0)
     wanted[root.name] = _elements(root)

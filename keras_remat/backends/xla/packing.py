@@ -1,17 +1,18 @@
-"""How large a heap XLA needs for a schedule, which is more than the bytes alive.
+"""Computes the heap XLA needs for a schedule, which is more than the bytes alive.
 
-XLA gives every temporary value one place in one heap, for as long as it lives, each into the
-smallest gap that is free all that time (``GlobalDecreasingSizeBestFitHeap`` in
-``xla/service/heap_simulator``). It places the largest first, of equally large ones the one that
-lives longest; then those that live longest first; and takes the smaller heap. In the first order a
-value that takes over a buffer counts for nothing: a residual sum that is added in place and waits
-for the whole step is placed last. Of a GPT-like's plan for half on an H100, 7 % of the heap are
-gaps for that. Which schedules are left with gaps no sum of bytes tells: of the heap of a U-Net's
-plan for a T4 (``benchmarks/cards.py``), 0.3 % is in no use at 0.7, and 15 % at 0.35.
+XLA gives every temporary value one place in one heap for as long as it lives: the smallest gap that
+is free all that time (``GlobalDecreasingSizeBestFitHeap`` in ``xla/service/heap_simulator``). It
+packs twice and takes the smaller heap: once with the largest values first (of equally large ones
+the longest-lived), once with the longest-lived first. In the first order, the time after a value
+takes over a buffer does not count: a residual sum that is added in place and waits for the whole
+step is placed last. Because of that, 7 % of the heap of a GPT-like's plan for half on an H100 are
+gaps. No sum of bytes shows which schedules are left with gaps: of the heap of a U-Net's plan for a
+T4 (``benchmarks/cards.py``), 0.3 % is unused at 0.7, and 15 % at 0.35.
 
-A value that waits keeps its one place all that time. Computed again instead, for its later readers,
-it gets another one, and gaps close: the heap of that plan shrinks by 9 MiB where one image of 18 is
-computed once more, while the most bytes alive stay the same (:func:`with_fewer_gaps`).
+A value that waits keeps its one place all that time. If it is computed again for its later readers
+instead, it gets another place, and gaps close. The heap of that plan shrinks by 9 MiB where one
+image of 18 is computed once more, while the most bytes alive stay the same
+(:func:`with_fewer_gaps`).
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from keras_remat.core.validate import check_rules
 from keras_remat.errors import InvalidScheduleError
 
 PLACED_SHARE = 1e-4
-"""What is smaller, as a share of the bytes alive, is not placed: it fits into gaps. Of
-EfficientNetB0's 1,816 buffers that leaves 645, in a quarter of the time and 0.5 % less heap."""
+"""Smallest buffer that is placed, as a share of the bytes alive; smaller ones fit into gaps. Of
+EfficientNetB0's 1,816 buffers that leaves 645, in a quarter of the time and with 0.5 % less
+heap."""
 
 
 LEAST_GAPS = 0.01
-"""Smaller gaps than this, as a share of the heap, are left as they are."""
+"""Smallest gaps worth closing, as a share of the heap."""
 
 
 class Buffer(NamedTuple):
     """Holds bytes from one position of an order to another one, both included.
 
     Args:
-        nbytes: how many.
+        nbytes: size in bytes.
         first, last: the positions.
-        first_ends: to where the first of its values lives; the others take over its buffer.
+        first_ends: last position of the buffer's first value; later values take the buffer over.
     """
 
     nbytes: int
@@ -64,7 +66,7 @@ def heap_bytes(buffers: Sequence[Buffer]) -> int:
 
 
 def _placed_bytes(order: Sequence[Buffer]) -> int:
-    """Returns the size of the heap that buffers are placed in, one after the other."""
+    """Returns the size of the heap if buffers are placed in this order."""
     first, last = np.asarray([one[1:3] for one in order], np.int64).reshape(-1, 2).T
     at, end = np.zeros((2, len(order)), np.int64)
     for k, (nbytes, born, dies, _) in enumerate(order):
@@ -79,9 +81,9 @@ def _placed_bytes(order: Sequence[Buffer]) -> int:
 
 
 def buffers_of(problem: Problem, schedule: Schedule, least_bytes: float = 1) -> list[Buffer]:
-    """Returns what a schedule has in memory beside the resident bytes, as
-    :func:`~keras_remat.core.simulate.simulate` counts it: a value that takes over the buffer of
-    another one prolongs it. Smaller buffers than ``least_bytes`` are left out."""
+    """Returns the buffers of a schedule beside the resident bytes, as
+    :func:`~keras_remat.core.simulate.simulate` counts them. A value that takes over another one's
+    buffer prolongs that buffer. Buffers smaller than ``least_bytes`` are left out."""
     values, final = problem.graph.values, len(schedule.order) - 1
     buffers: list[Buffer] = []
     held: dict[int, int] = {}  # value → its newest buffer
@@ -110,7 +112,7 @@ def buffers_of(problem: Problem, schedule: Schedule, least_bytes: float = 1) -> 
 
 
 def packed_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns what XLA's heap takes for a schedule, beside the resident bytes."""
+    """Returns the bytes of XLA's heap for a schedule, beside the resident bytes."""
     alive = alive_bytes(problem, schedule)
     return max(alive, heap_bytes(buffers_of(problem, schedule, max(1, PLACED_SHARE * alive))))
 
@@ -121,12 +123,12 @@ def alive_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def with_fewer_gaps(problem: Problem, schedule: Schedule, deadline_s: float) -> Schedule | None:
-    """Returns the same schedule with one op run once more, or later, the one that shrinks XLA's
-    heap most; ``None`` where none does, or gaps are small.
+    """Returns a schedule in which one op runs once more, or later, to close gaps.
 
-    Tried is what has a result of at least half of the gaps, before each of its later reads, until
-    ``deadline_s`` by ``time.thread_time``: other processes take nothing of it. What is smaller than
-    an eighth is not placed for that.
+    It is the one whose heap is smallest; ``None`` if none shrinks the heap, or if gaps are small.
+    Each op whose result is at least half as large as the gaps is tried before each later read of
+    the result. The search ends at ``deadline_s`` by ``time.thread_time``, so other processes take
+    nothing of its time. In the search, buffers smaller than an eighth of the gaps are not placed.
     """
     packed = packed_bytes(problem, schedule)
     gaps = packed - alive_bytes(problem, schedule)
@@ -146,8 +148,9 @@ def with_fewer_gaps(problem: Problem, schedule: Schedule, deadline_s: float) -> 
 
 
 def _with_one_more(problem: Problem, schedule: Schedule, nbytes: float) -> Iterator[Schedule]:
-    """Yields orders in which the op of a value of so many bytes runs once more, before a read of a
-    value that waited for it; or there alone, where nothing has read it until then."""
+    """Yields orders in which an op with a result of at least ``nbytes`` runs once more, right
+    before a later read of the result. If nothing has read the op's results until then, the op runs
+    only there."""
     graph, order = problem.graph, schedule.order
     for k, instances in enumerate(last_reads(problem, schedule)):
         large = {v: last for v, last in instances.items() if graph.values[v].nbytes >= nbytes}

@@ -1,16 +1,15 @@
-"""A schedule written down for a compiler that reads dependencies, not order: its recomputations are
-protected from being undone.
+"""Writes a schedule down for XLA, so that XLA does not undo its recomputations.
 
-The first run of every op is written down as it is; a repeated op must (a) not be merged with its
-first run and (b) not start before its turn. Both are had by one data dependency on what the
-step had computed by then: the *trigger*, one element of each value that the ops since the last
-recomputation left behind.
+XLA reads dependencies, not order. The first run of every op is written down as it is. A repeated op
+must (a) not be merged with its first run and (b) not start before its turn. A *guard* ensures both:
+it makes one input of the op depend on the *trigger*, which is one element of each value that the
+ops since the last recomputation left behind.
 
-On a CPU a trigger is read in the branch of a condition. Read by a slice, which XLA can fuse, a sum
-that many ops read may have no reader left that needs it in memory; it is then computed again in
-each of them, with all the sums before it.
+On a CPU, the branch of a condition reads the trigger. A slice would not do, because XLA can fuse
+it. A sum that many ops read may then have no reader left that needs it in memory, and XLA computes
+it again in each reader, with all the sums before it.
 
-As few guards as that needs:
+There are no more guards than that needs:
 
 * an equation whose input already depends on the current trigger needs none, unless its op has run
   since that trigger was made;
@@ -18,28 +17,29 @@ As few guards as that needs:
 * a view needs none, its reader gets it;
 * else the cheapest input is guarded: a scalar literal, a bias, a kernel, before an activation.
 
-The backward phase is guarded in one more way, whatever the schedule: what it computes from forward
-values alone, and the small values it spreads over large ones, are kept apart from the forward
-phase. XLA would merge such a value with the equal one of the forward phase, and hold that in memory
-until the backward phase; in the graph a value inside a chain takes no memory.
+The backward phase has one more kind of guard, whatever the schedule. It keeps two kinds of values
+apart from the forward phase: those that the backward phase computes from forward values alone, and
+small ones that it spreads over large ones. XLA would merge such a value with the equal one of the
+forward phase, and hold that in memory until the backward phase. In the graph the value takes no
+memory, because it is inside a chain.
 
-On a CPU, values are kept in memory in the same way. XLA computes an elementwise value again in
-every reader where all of them can take it into their loops, however many values it reads for that
-(``ComputeGloballyUnfusible`` in ``xla/service/instruction_fusion.cc``), and all of those then live
-until the last reader: a sum of residual branches that is recomputed, or read by the backward phase
-only, would exist nowhere, and what it was made of everywhere. A branch takes nothing into its loop,
-so what it reads exists. On a GPU an optimization barrier does the same, also for values with one
-reader (:mod:`keras_remat.backends.xla.holding`).
+On a CPU, a branch also keeps values in memory. XLA computes an elementwise value again in every
+reader if all readers can take it into their loops, however many values it reads for that
+(``ComputeGloballyUnfusible`` in ``xla/service/instruction_fusion.cc``). All those values then live
+until the last reader. So a sum of residual branches that is recomputed, or that only the backward
+phase reads, would not exist, and its summands would live instead. A branch takes nothing into its
+loop, so the values it reads exist. On a GPU an optimization barrier does the same, also for values
+with one reader (:mod:`keras_remat.backends.xla.holding`).
 
-Where ops run in slices, the parts wait for one another: what begins a later part is guarded like a
-recomputation, by a trigger of all that the part before left behind. Sums and joined values are
-among that, so each exists before the next part begins; XLA would add up all parts in one kernel,
-which reads them all.
+Where ops run in slices, each part waits for the one before. The first equations of a later part are
+guarded like a recomputation, by a trigger made of all values that the part before left behind. Sums
+and joined values are among these, so each exists before the next part begins. Otherwise XLA would
+add up all parts in one kernel that reads them all.
 
-**Five ways to write a schedule** (:class:`~keras_remat.core.writing.Writing`). What keeps the
-phases apart and holds values costs time where XLA had computed several values in one kernel. Some
-steps need it, others do not. Compiled for an H100, in plain's bytes and plain's time by the
-roofline:
+**Five ways to write a schedule** (:class:`~keras_remat.core.writing.Writing`). Keeping the phases
+apart and holding values costs time where XLA would have computed several values in one kernel. Some
+steps need it, others do not. Each pair in this table is a share of plain's bytes and a multiple of
+plain's time, by the roofline, as compiled for an H100:
 
 ======================================  ===========  ===========  ===========
 step                                    loosely      held         strictly
@@ -49,23 +49,24 @@ residual blocks, planned for 0.4        0.382, 1.14  0.403, 1.26  0.397, 1.39
 inverted residual blocks, for 0.4       0.393, 1.03  0.388, 1.11  0.388, 1.19
 ======================================  ===========  ===========  ===========
 
-So on a GPU a schedule is written loosely first, and otherwise where that does not keep to the limit
+So on a GPU a schedule is first written loosely, and in other ways if that exceeds the limit
 (:mod:`keras_remat.backends.xla.ways`):
 
-* Before Ampere cuBLAS reads transposed copies of queries, keys, values and scores. Loosely, XLA
-  makes them in one kernel with what they are copies of: for half on a T4 a GPT-like takes 1.07 of
-  plain's time, and 1.14 where each is made when it is read.
-* Next, the phases alone are kept apart. For half on an H100, ResNet50 takes 1.10 of plain's time
-  so, and 1.18 with values held.
-* Where gradients of dense kernels that wait for their updates may be what is over the limit,
-  updates alone are brought forward instead: a GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of
+* Before Ampere cuBLAS reads transposed copies of queries, keys, values and scores. Written loosely,
+  XLA makes each copy in one kernel with its original. Planned for half on a T4, a GPT-like takes
+  1.07 of plain's time so, and 1.14 if each copy is made when it is read.
+* The next way only keeps the phases apart. Planned for half on an H100, ResNet50 takes 1.10 of
+  plain's time so, and 1.18 with values held.
+* Gradients of dense kernels that wait for their updates may be what exceeds the limit. Then only
+  the updates are brought forward instead. A GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of
   plain's time loosely, 234.1 and 1.22 so, and 234.5 and 1.36 with values held.
 
-Two things make holding quicker than writing strictly. A guard needs no trigger of its own: each
-waits for what was computed just before, and of two sums of one gradient, say, the second could not
-be computed beside the first. And a value that a product or a convolution reads exists without a
-barrier, which only keeps other sums of it out of the kernel that makes it. Nor is a sum held where
-there is room for what it is made of (:func:`keras_remat.backends.xla.holding.needed`).
+Three things make holding quicker than writing strictly. A guard needs no trigger of its own; its
+own trigger would make it wait for what was computed just before, so of two sums of one gradient the
+second could not be computed beside the first. A value that a product or a convolution reads exists
+without a barrier; the barrier would only keep other sums of the value out of the kernel that makes
+it. And a sum is not held where there is room for its summands
+(:func:`keras_remat.backends.xla.holding.needed`).
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
@@ -99,24 +100,24 @@ MAX_TRIGGERS = 6
 """Most values a trigger is made of; the newest are taken."""
 
 _FILLS = ("join", "sum")
-"""Roles of ops that fill a value part by part: on a GPU the value is held, to be filled at once by
-none of XLA's kernels."""
+"""Roles of ops that fill a value part by part. On a GPU the value is held, so that no kernel of
+XLA's fills it at once."""
 
 STALE_OPS = 8
-"""A spread bias makes do with a trigger that is this many ops old, and so does what only has to be
-of the backward phase where values are held."""
+"""Age in ops that a trigger may have for the guard of a spread bias. Where values are held, it is
+also the age for guards that only keep the phases apart."""
 
 
 FLOAT_FILL, INTEGER_FILL = 0.8203125, 105
-"""What a guard selects where its condition holds, which is never. What is guarded may be a
-constant, and a select between equal constants is folded before any pass of XLA sees it. So these
-are numbers that programs do not write, and that every type of at least 8 bits can hold (but for
-8-bit floats, which round the first)."""
+"""Numbers that a guard selects where its condition holds, which is never. The guarded value may be
+a constant, too, and a select between equal constants is folded before any pass of XLA sees it. So
+these are numbers that programs do not write, and that every type of at least 8 bits can hold (8-bit
+floats round the first)."""
 
 
 class Writer(Protocol):
-    """Is a framework that writes equations down. Values are its own objects; each is told from the
-    others by identity."""
+    """Writes equations down in one framework. Values are the framework's own objects, told apart by
+    identity."""
 
     uses_branches: bool
     """Says whether the branch of a condition costs next to nothing, as on a CPU; on a GPU the host
@@ -127,19 +128,19 @@ class Writer(Protocol):
     before it fuses."""
 
     copying: Collection[str] = ()
-    """Are kinds of equations that may read a copy of a value, in another layout than it is held in.
-    XLA makes such a copy in one kernel with what is copied, which then exists nowhere else."""
+    """Names the kinds of equations that may read a copy of a value in another layout. XLA makes
+    such a copy in one kernel with the value itself, which then exists only as that copy."""
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
 
     def may_trigger(self, number: int) -> bool:
-        """Returns whether a number may be read for a trigger."""
+        """Returns whether a trigger may read a value, given by its number."""
         return True
 
     def keeps_layout(self, number: int) -> bool:
-        """Returns whether a weight's gradient is laid as the weight, so that the update is in
-        place; else new moments wait for a copy, and the later they are made the better."""
+        """Returns whether a weight's gradient has the weight's layout, so that the update is in
+        place. Otherwise new moments wait for a copy, and the later they are made the better."""
         return True
 
     def literal(self, atom: Any) -> Any:
@@ -155,7 +156,7 @@ class Writer(Protocol):
         """Returns whether a value's elements are floating-point numbers."""
 
     def may_guard(self, equation: Equation, value: Any) -> bool:
-        """Returns whether an input of an equation may be something that is known only when the step
+        """Returns whether an input of an equation may be a value that is known only when the step
         runs."""
 
     def copied(self, at: int) -> Sequence[int]:
@@ -168,14 +169,15 @@ class Writer(Protocol):
 
         Args:
             triggers: values.
-            in_branch: whether they are read in a branch, which takes them from memory.
+            in_branch: whether a branch reads them; it reads them from memory.
         """
 
     def guard(self, value: Any, condition: Any) -> Any:
         """Returns the same bits, depending on a condition from :meth:`never`."""
 
     def guard_made(self, value: Any, condition: Any) -> Any:
-        """Returns the same of a value that exists, and is not computed again for it."""
+        """Returns the same for a value that exists, so that XLA does not compute it again for the
+        guard."""
         return self.guard(self.hold(value), condition)
 
     def hold(self, value: Any) -> Any:
@@ -184,8 +186,9 @@ class Writer(Protocol):
     def draw(
         self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
     ) -> list[Any]:
-        """Writes equations in a branch that is taken when ``condition`` is false; ``given`` are all
-        the values they read from outside.
+        """Writes equations in a branch that is taken when ``condition`` is false.
+
+        ``given`` holds all values they read from outside, by number.
 
         Returns:
             The values of the numbers in ``wanted``.
@@ -199,7 +202,7 @@ class _Value:
     Args:
         written: the writer's object.
         late: whether it depends on a trigger of the backward phase.
-        trigger: the number of a trigger that it depends on; 0 for what depends on none.
+        trigger: number of the newest trigger it depends on; 0 if it depends on none.
     """
 
     written: Any
@@ -225,8 +228,8 @@ class Run:
         kinds: the framework's names.
         writer: the framework.
         given: the program's inputs, in the order of their numbers.
-        early: those of them that need nothing of the batch.
-        writing: how strictly.
+        early: numbers of the inputs that do not depend on the batch.
+        writing: how strictly the schedule is written.
         """
         self._writing = writing
         self._program, self._graph = traced.program, traced.graph
@@ -240,8 +243,8 @@ class Run:
         self._makers = {out: e for e in self._program.equations for out in e.outputs}
         self._copied = self._copied_values()
         self._origins = () if traced.whole is None else traced.whole.sliced.origins
-        self._part, self._part_trigger = 0, 0  # what runs, and the first trigger that it waits for
-        self._of_part: list[int] = []  # ops of it that ran
+        self._part, self._part_trigger = 0, 0  # the part that runs, and the trigger it waits for
+        self._of_part: list[int] = []  # ops of the part that ran
         self._early = set(early)
         self._updates: list[int] = []  # numbers of large new weights that nothing waits for yet
         self._gradients: set[int] = set()  # numbers of what updates have read
@@ -249,8 +252,8 @@ class Run:
         self._pins: list[Any] = []  # what the next trigger reads beside the newest results
         self._condition: Any = None
         self._condition_phase = FORWARD
-        self._trigger = 1  # the newest one's number; what is drawn before any depends on it, too
-        self._guards: dict[_Value, _Value] = {}  # by what is guarded with the newest trigger
+        self._trigger = 1  # the newest one's number; values drawn before any trigger have it, too
+        self._guards: dict[_Value, _Value] = {}  # value → the same, guarded by the newest trigger
 
     def _copied_values(self) -> frozenset[int]:
         """Returns numbers of the values that a kernel reads a transposed copy of."""
@@ -276,8 +279,8 @@ class Run:
             self.op(op_id, waits=at in held, is_alone=at in alone)
 
     def _held(self, order: Sequence[int]) -> frozenset[int]:
-        """Returns the positions of an order whose result has to exist before it is read: where it
-        waits, or is a sum of two large values that several ops read."""
+        """Returns the positions of an order whose results have to exist before they are read. These
+        are results that wait, and sums of two large values that several ops read."""
         graph, kinds = self._graph, self._kinds
         waits = waiting(graph, order, kinds)
         sums = frozenset(at for at, op_id in enumerate(order) if self._is_read_sum(op_id))
@@ -291,7 +294,7 @@ class Run:
         """Runs one position of an order.
 
         Args:
-            op_id: what runs.
+            op_id: the op.
             waits: whether its result has to exist before it is read.
             is_alone: whether it must not run in one kernel with an earlier op.
         """
@@ -325,27 +328,29 @@ class Run:
 
     @property
     def _keeps_order(self) -> bool:
-        """Returns whether XLA is kept from putting things off or together on a GPU."""
+        """Returns whether XLA on a GPU is kept from delaying ops, and from running several in one
+        kernel."""
         return self._writing in (Writing.HELD, Writing.STRICT) and self._writer.uses_barriers
 
     @property
     def _is_timely(self) -> bool:
-        """Returns whether XLA is kept on a GPU from putting updates off, and from making copies
-        before the kernel runs that reads them."""
+        """Returns whether XLA on a GPU is kept from putting updates off, and from making copies
+        before the kernel that reads them runs."""
         return self._writing not in (Writing.LOOSE, Writing.PHASED) and self._writer.uses_barriers
 
     @property
     def _phase_stale_ops(self) -> float:
-        """Returns how many ops old a trigger may be that keeps the phases apart. Where nothing else
-        is kept, any of the backward phase does: ResNet50's plan for half on an H100 takes 266 MiB
-        and 1.10 of plain's time so, and 265 and 1.13 with one that is 8 ops old."""
+        """Returns how many ops old a trigger that keeps the phases apart may be. If only the phases
+        are kept apart, any trigger of the backward phase will do. ResNet50's plan for half on an
+        H100 takes 266 MiB and 1.10 of plain's time so, and 265 MiB and 1.13 with a trigger 8 ops
+        old."""
         if self._writing is Writing.PHASED:
             return math.inf
         return 1 if self._writing is Writing.STRICT else STALE_OPS
 
     def _overwrites(self, op_id: int) -> bool:
-        """Returns whether an op writes a large weight over the one that other phases read. In
-        place it can do that when those are through."""
+        """Returns whether an op overwrites a large weight that other phases read. It can do so in
+        place only when those phases have read it."""
         op = self._graph.ops[op_id]
         return (
             op.phase == UPDATE
@@ -354,14 +359,14 @@ class Run:
         )
 
     def _is_weight(self, number: int) -> bool:
-        """Returns whether a number is as large as a weight, or a gradient, that matters, and is
-        laid as the step is given it."""
+        """Returns whether a number has a weight's layout, and is large enough to matter as a weight
+        or a gradient."""
         is_large = self._program.sizes[number] >= SMALL_STATE_BYTES
         return is_large and self._writer.keeps_layout(number)
 
     def _waits_for_update(self, op_id: int, equation: Equation, again: bool) -> bool:
-        """Returns whether an equation waits for the new weights that nothing waits for yet: one of
-        the backward phase whose guard is no copy of something large."""
+        """Returns whether an equation has to wait for the new weights that nothing waits for yet.
+        Only an equation of the backward phase does, and only if its guard copies nothing large."""
         if not self._updates or again or self._graph.ops[op_id].phase != BACKWARD:
             return False
         sizes = self._program.sizes
@@ -370,8 +375,9 @@ class Run:
         return equation.kind in self._kinds.elementwise or least * 8 <= made
 
     def _take_update(self, op_id: int) -> None:
-        """Has what follows wait for an update, and not for the gradient that it reads: XLA would
-        lay that otherwise than the weight, and the update would not be in place."""
+        """Makes later ops wait for an update, and not for the gradient that it reads. Waiting for
+        the gradient, XLA would lay it out unlike the weight, and the update would not be in
+        place."""
         op = self._graph.ops[op_id]
         read = (self._numbers[v] for v in op.inputs)
         self._gradients.update(filter(self._is_weight, read))
@@ -379,7 +385,7 @@ class Run:
             self._updates += [self._numbers[v] for v in op.outputs]
 
     def _begin_part(self, origin: Origin) -> None:
-        """Has a later part wait for all that the one before left behind."""
+        """Makes a later part wait for all values that the part before left behind."""
         if origin.role == "whole" or origin.part == self._part:
             return
         ran, self._of_part, self._part = self._of_part, [], origin.part
@@ -389,18 +395,18 @@ class Run:
             self._part_trigger = self._trigger
 
     def _is_later(self, op_id: int) -> bool:
-        """Returns whether an op is of a part that waits for another."""
+        """Returns whether an op belongs to a part that waits for another."""
         return bool(self._origins) and self._origins[op_id].role != "whole" and self._part > 0
 
     def _pin(self, op_id: int, results: Mapping[int, _Value]) -> None:
-        """Has a value that comes from two large ones read in a branch.
+        """Makes a branch read a value that comes from two large ones, so that it exists.
 
-        That is the last such value on the way to the op's result: an operation on one large value,
-        XLA copies into its readers anyway.
+        It is the last such value on the way to the op's result. An operation on one large value is
+        copied by XLA into its readers anyway.
 
         Args:
             op_id: an op that has just run.
-            results: by number, all that it computed.
+            results: number → value, for all values it computed.
         """
         op = self._graph.ops[op_id]
         if not self._writer.uses_branches or not op.outputs:
@@ -430,13 +436,14 @@ class Run:
             (number,) = operands
 
     def _hold(self, op_id: int, results: dict[int, _Value], *, waits: bool) -> None:
-        """Replaces what has to exist before it is read, or what a kernel reads a transposed copy
-        of, which would be made beside it, by a value that exists.
+        """Holds an op's result if it has to exist before it is read.
+
+        It is also held if a kernel reads a transposed copy of it, which XLA would make beside it.
 
         Args:
             op_id: an op that has just run.
-            results: by number, all that it computed.
-            waits: whether it has to exist.
+            results: number → value, for all values it computed.
+            waits: whether the result has to exist before it is read.
         """
         op = self._graph.ops[op_id]
         if not op.outputs:
@@ -448,8 +455,8 @@ class Run:
             results[number] = replace(held, written=self._writer.hold(held.written))
 
     def _is_read_sum(self, op_id: int) -> bool:
-        """Returns whether an op computes a large value by element from two that are large beside
-        it, and several ops read it."""
+        """Returns whether several ops read an op's result, and the result is large and computed
+        elementwise from two values of about its size."""
         op, equations, sizes = self._graph.ops[op_id], self._program.equations, self._program.sizes
         if not op.outputs or len(self._graph.readers[op.outputs[0]]) < 2:
             return False
@@ -460,8 +467,8 @@ class Run:
         return is_sum and sizes[number] >= HELD_BYTES
 
     def _chain(self, op_id: int, again: bool, follows: bool) -> dict[int, _Value]:
-        """Runs the equations of one op, protected where they run for the second time, or where it
-        follows what has run so far."""
+        """Runs the equations of one op. They are guarded if the op runs for the second time, or if
+        it has to follow what has run so far."""
         phase = self._graph.ops[op_id].phase
         inner: dict[int, _Value] = {}
         for at in self._handles[op_id]:
@@ -490,17 +497,17 @@ class Run:
     def _keep_copies_apart(
         self, at: int, equation: Equation, inputs: list[_Value], again: bool
     ) -> None:
-        """Has the copies that a kernel reads of forward values be made for it alone, when it runs:
-        XLA would make them in the forward phase, and hold each beside what it is a copy of. It
-        makes them in one kernel with what they are copies of, so that is quicker."""
+        """Has the copies of forward values that a kernel reads made for that kernel alone, when it
+        runs. XLA would make them in the forward phase, and hold each copy beside its original. That
+        would be quicker: it makes them in one kernel with the originals."""
         for position in self._writer.copied(at):
             if not inputs[position].late:
                 self._guard_input(equation, inputs, position, 1 if again else STALE_OPS)
 
     def _waits(self, op_id: int, inputs: Sequence[_Value]) -> bool:
         """Returns whether an op's inputs depend on the newest trigger, and did not when it ran
-        last: in a second pass over the data, all that runs for the first time depends on some
-        trigger."""
+        last. (In a second pass over the data, every op that runs for the first time depends on some
+        trigger.)"""
         is_newer = self._trigger > self._ran[op_id]
         return is_newer and any(x.trigger == self._trigger for x in inputs)
 
@@ -510,10 +517,10 @@ class Run:
     def _random(self, op_id: int) -> dict[int, _Value]:
         """Runs an op that draws random numbers, as the branch of a condition that always takes it.
 
-        XLA:CPU starts every random loop of a step at its very beginning, since it reads nothing but
-        seeds, and rather keeps the random bits for the backward phase than the mask made of them,
-        four times as much. It does neither across the border of a branch; and the condition, which
-        is the newest trigger, protects a recomputation as a guard does.
+        XLA:CPU starts every random loop of a step at the very beginning, since the loop reads
+        nothing but seeds. And for the backward phase it keeps the random bits instead of the mask
+        made of them, which are four times as large. It does neither across the border of a branch.
+        The condition is the newest trigger, so it protects a recomputation as a guard does.
         """
         op = self._graph.ops[op_id]
         given = {n: self._env[n].written for n in (self._numbers[v] for v in op.inputs)}
@@ -543,8 +550,8 @@ class Run:
         return self._written[key]
 
     def _guardable(self, equation: Equation) -> bool:
-        """Returns whether it matters if an equation is merged with another or starts early; a
-        transposed copy counts as made by it."""
+        """Returns whether it matters if an equation is merged with another or starts early. A
+        transposed copy that it needs counts as made by it."""
         made = sum(self._program.sizes[o] for o in equation.outputs)
         if equation.kind in self._kinds.transposing:
             made = max(made, self._program.sizes[equation.reads[0]])
@@ -555,12 +562,12 @@ class Run:
         )
 
     def _keep_from_forward(self, equation: Equation, inputs: list[_Value]) -> None:
-        """Makes an equation of the backward phase share nothing large with the forward phase.
+        """Keeps an equation of the backward phase from sharing large values with the forward phase.
 
-        One that reads forward values only is guarded. Of another, the small values it spreads over
-        its result are: a bias or scale is spread in the forward phase too, and merged, the
-        full-size copy would live from the one phase to the other. So would the transposed copy of
-        an image that XLA:CPU makes for the gradient of a convolution's kernel, and on a GPU the
+        If the equation reads only forward values, it is guarded. If not, the small values that it
+        spreads over its result are guarded. The forward phase spreads a bias or scale, too, and the
+        merged full-size copy would live from one phase to the other. So would the transposed copy
+        of an image that XLA:CPU makes for the gradient of a convolution's kernel, and on a GPU the
         indices of the largest elements that the gradient of pooling looks for.
         """
         if equation.kind in self._kinds.transposing and not inputs[0].late:
@@ -587,9 +594,9 @@ class Run:
                     self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
 
     def _turns_a_weight(self, equation: Equation) -> bool:
-        """Returns whether an equation lays out anew what the step is given, as a kernel is turned
-        for the gradient of its image. XLA would make that copy in one kernel with the one that the
-        forward phase reads, and hold it until then."""
+        """Returns whether an equation changes the layout of an input of the step, as a kernel is
+        turned for the gradient of its image. XLA would make that copy in one kernel with the copy
+        that the forward phase reads, and hold it until the backward phase."""
         sizes = self._program.sizes
         return (
             equation.kind in self._kinds.moving
@@ -600,8 +607,7 @@ class Run:
     def _guard_cheapest(
         self, equation: Equation, inputs: list[_Value], stale_ops: float = 1, anew: bool = True
     ) -> None:
-        """Replaces the cheapest input by its guarded self; ``stale_ops`` and ``anew`` as of
-        :meth:`_guard_input`."""
+        """Guards the cheapest input. ``stale_ops`` and ``anew`` are as in :meth:`_guard_input`."""
 
         def cost(at: int) -> tuple[bool, int]:
             atom = equation.inputs[at]
@@ -627,8 +633,8 @@ class Run:
         stale_ops: float = 1,
         anew: bool = True,
     ) -> None:
-        """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops old,
-        and older where it shall not be made ``anew``."""
+        """Guards one input. The trigger may be almost ``stale_ops`` ops old. If ``anew`` is false,
+        no new trigger is made, and it may be older."""
         if (anew and (self._since or self._updates)) and (
             self._condition is None
             or self._condition_phase == FORWARD
@@ -649,9 +655,9 @@ class Run:
         inputs[at] = self._guards[value]
 
     def _is_made_again(self, number: int) -> bool:
-        """Returns whether XLA could compute an existing value again in the kernel of its guard: it
-        would hold what the value is made of until then, which may be larger (the joint product of
-        queries, keys and values)."""
+        """Returns whether XLA could compute an existing value again in the kernel of its guard.
+        Until then it would hold what the value is made of, which may be larger (the joint product
+        of queries, keys and values)."""
         if not self._writer.uses_barriers or self._program.sizes[number] < HELD_BYTES:
             return False
         maker = self._makers.get(number)
@@ -662,11 +668,11 @@ class Run:
         return maker is not None and number in self._existing and maker.kind in made
 
     def _new_trigger(self, most: int | None = MAX_TRIGGERS) -> None:
-        """Makes the newest results that nothing has read yet, ``most`` of them or all, the
-        condition of the recomputations that follow.
+        """Makes a trigger for the next recomputations, of the newest unread results.
 
-        A loop's results come at once. Where one was read, the others are not waited for: they may
-        be what is forgotten, and would be held for nothing.
+        It takes ``most`` of them, or all if that is ``None``. A loop's results all come at once. If
+        one was read, the trigger does not wait for the others: the schedule may let go of them, and
+        the trigger would hold them for nothing.
         """
         read = {v for op_id in self._since for v in self._graph.ops[op_id].inputs}
         numbers = {self._numbers[v] for v in read} | self._gradients
@@ -682,7 +688,7 @@ class Run:
         ]
         allowed = [v for v in made if self._writer.may_trigger(self._numbers[v])]
         left = [v for v in allowed if self._numbers[v] not in numbers]
-        if len(allowed) < len(made):  # what is left may be just what must not be waited for
+        if len(allowed) < len(made):  # the unread ones may be just what no trigger may read
             left = left or allowed[-1:]
         if left or self._updates:
             newest = [self._env[self._numbers[v]].written for v in left[-(most or len(left)) :]]

@@ -1,11 +1,10 @@
-"""How the ops of a compiled step, each some equations, run in slices: what is alike in every
-framework.
+"""Runs the ops of a compiled step in slices: the part all frameworks share.
 
-An op may run on a part where all its equations can, asked from its results on. The equations of a
-part are its op's, on parts of what they read; equations of which each part needs all are computed
-by each. What becomes whole again has its own number of the whole program, so that everything else
-is the same equation as before. XLA would run the parts side by side: that they wait for one another
-is the work of :mod:`keras_remat.backends.xla.protect`.
+Each op consists of equations. It may run on a part if all its equations can, asked backwards from
+its results. A part's equations are its op's, on parts of what they read. If each part needs all of
+an equation's result, each part computes it. A value that becomes whole again has its number of the
+whole program, so that all other equations are the same as before. XLA would run the parts side by
+side; :mod:`keras_remat.backends.xla.protect` makes them wait for one another.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class SlicedEquation:
 
     Args:
         at: its index in the program.
-        inputs, outputs: what each is to the part.
-        loop: of a loop, how its body runs on a part.
+        inputs, outputs: the mode of each, that is what it is to the part.
+        loop: for a loop, how its body runs on a part; else ``None``.
     """
 
     at: int
@@ -44,7 +43,7 @@ class SlicedEquation:
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether each part computes all of it, alike."""
+        """Returns whether each part computes the whole equation, all alike."""
         return all(mode is None for mode in self.outputs)
 
 
@@ -53,15 +52,16 @@ class SlicedOp:
     """Says how some equations run on a part.
 
     Args:
-        equations: in program order.
-        reads: number of a value from outside → what it is to a part, more than one thing, maybe.
+        equations: the op's equations, in program order.
+        reads: number of a value from outside → its modes; the part may read it in several.
     """
 
     equations: tuple[SlicedEquation, ...]
     reads: Mapping[int, frozenset[Mode]]
 
 
-#: How an equation, by its index, makes what is asked of each of its outputs; ``None``: it cannot.
+#: Returns how an equation, given with its index, makes the modes asked of each of its outputs;
+#: ``None`` if it cannot.
 Slice = Callable[[int, Equation, Sequence[set[Mode]]], SlicedEquation | None]
 
 
@@ -72,14 +72,14 @@ def demanded(
     sliced: Slice,
     is_literal: Callable[[Any, Mode], bool],
 ) -> SlicedOp | None:
-    """Returns how equations make what is wanted on a part; ``None`` where they cannot.
+    """Returns how equations make wanted values on a part; ``None`` if they cannot.
 
     Args:
-        program: whose equations they are.
+        program: the program of the equations.
         equations: indices, ascending.
-        wanted: number → what it shall be.
-        sliced: is asked for equations of which something is wanted.
-        is_literal: whether a literal can be read as something.
+        wanted: number of a value → the modes it is wanted in.
+        sliced: is called for equations of which an output is wanted in part.
+        is_literal: whether a literal can be read in a mode.
     """
     modes: dict[int, set[Mode]] = defaultdict(set)
     for number, some in wanted.items():
@@ -115,14 +115,14 @@ class Analysis(Protocol):
 
     @property
     def state(self) -> Container[int]:
-        """Returns the numbers of what is overwritten, and so read whole."""
+        """Returns the numbers of the values that are overwritten, and so read whole."""
 
     def axis(self, number: int) -> int:
-        """Returns along which axis a value is sliced."""
+        """Returns the axis along which a value is sliced."""
 
     def sliced_op(self, equations: Sequence[int], outputs: Sequence[int]) -> SlicedOp | None:
-        """Returns how equations run on a part, the last of which computes ``outputs``; ``None``
-        where they stay whole."""
+        """Returns how equations run on a part; ``None`` if they stay whole. The last equation
+        computes ``outputs``."""
 
     def divisor(self, op: SlicedOp) -> int:
         """Returns a number that the number of parts has to divide."""
@@ -131,7 +131,7 @@ class Analysis(Protocol):
 def _slice_rules(
     step: FusedStep, analysis: Analysis
 ) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
-    """Returns how ops may run in slices, by id, and how their equations do."""
+    """Returns op id → how the op may run in slices, and op id → how its equations do."""
     rules, sliced_ops = {}, {}
     for op in step.graph.ops:
         if not op.recomputable or op.phase == UPDATE or not op.outputs:
@@ -144,14 +144,14 @@ def _slice_rules(
 
 
 def _rule(step: FusedStep, op: Op, found: SlicedOp, analysis: Analysis) -> SliceRule | None:
-    """Returns the rule of an op; ``None`` where it reads what a part cannot."""
+    """Returns the rule of an op; ``None`` if its parts would read or make what they cannot."""
     graph, numbers, last = step.graph, step.numbers, found.equations[-1]
     made = dict(zip(step.program.equations[last.at].outputs, last.outputs, strict=True))
     sums, means = set(), set()
     for v in op.outputs:
         mode = made[numbers[v]]
         if mode is None and (graph.readers[v] or v in graph.outputs):
-            return None  # each part computes all of it: their sum is read by nobody else
+            return None  # each part computes all of it: no reader may get the sum of the parts
         if not isinstance(mode, int):
             sums.add(v)
         if mode == MEAN:
@@ -170,8 +170,8 @@ class ProgramSlicer(ABC, Generic[Step]):
     """Puts ops of one traced step into slices (:class:`keras_remat.backends.base.Slicer`).
 
     Args:
-        step: the whole one.
-        note: is told every step that is made.
+        step: the whole step.
+        note: is called with every step that is made.
     """
 
     step: Step
@@ -217,15 +217,15 @@ class ProgramSlicer(ABC, Generic[Step]):
 class ProgramWriter(ABC, Generic[Step]):
     """Writes the equations of one sliced graph.
 
-    A framework says what they look like: :meth:`new_number`, :meth:`part_equations` and
-    :meth:`glue`; and what its program is then: :meth:`program`.
+    A framework implements how they look (:meth:`new_number`, :meth:`part_equations`, :meth:`glue`)
+    and which program they make (:meth:`program`).
 
     Args:
-        slicer: of the whole step.
+        slicer: the slicer of the whole step.
         sliced: its graph in slices.
 
     Attributes:
-        equations: what was written.
+        equations: the equations written so far.
         numbers: value of the sliced graph → its number.
     """
 
@@ -238,7 +238,7 @@ class ProgramWriter(ABC, Generic[Step]):
         self.numbers = {now: self._step.numbers[v] for v, now in sliced.whole.items()}
 
     def step(self) -> Step:
-        """Writes all; returns the step in slices."""
+        """Writes all equations and returns the step in slices."""
         handles, graph = self._write(), self._sliced.graph
         return replace(
             self._step,
@@ -252,7 +252,7 @@ class ProgramWriter(ABC, Generic[Step]):
 
     @abstractmethod
     def program(self) -> Any:
-        """Returns the program of what was written."""
+        """Returns the program of the written equations."""
 
     @abstractmethod
     def new_number(self, like: int, mode: Mode) -> int:
@@ -262,13 +262,14 @@ class ProgramWriter(ABC, Generic[Step]):
     def part_equations(
         self, one: SlicedEquation, part: int, inputs: Sequence[Any], outputs: Sequence[int]
     ) -> list[Equation]:
-        """Returns what a part of an equation is written as; the last one makes ``outputs``.
+        """Returns the equations that one part of an equation becomes; the last one makes
+        ``outputs``.
 
         Args:
-            one: how it runs on a part.
-            part: which one.
-            inputs: numbers of what the part reads, and the equation's literals.
-            outputs: numbers of what it makes.
+            one: how the equation runs on a part.
+            part: index of the part.
+            inputs: numbers of the values the part reads, and the equation's literals.
+            outputs: numbers of the values it makes.
         """
 
     @abstractmethod
@@ -278,9 +279,9 @@ class ProgramWriter(ABC, Generic[Step]):
         """Returns source, kind and inputs of the equation that cuts, joins or adds parts.
 
         Args:
-            role: what it does.
-            number: of the whole value.
-            part: which one.
+            role: the equation's role.
+            number: number of the whole value.
+            part: index of the part.
             inputs: numbers of what the op of the sliced graph reads.
         """
 

@@ -1,4 +1,4 @@
-"""Whole compiled steps are timed: nothing inside one program of XLA can be timed from outside."""
+"""Times whole compiled steps: nothing inside an XLA program can be timed from outside."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from keras_remat.core.profile import Profile
 
 
 class StepTimes:
-    """Measures a profile's sum; the split over the ops stays an estimate.
+    """Measures the total time of a profile; its split over the ops stays an estimate.
 
     See :class:`keras_remat.backends.base.ProfileRecorder`.
 
     Args:
-        estimated_profile: of a traced step, with its resident bytes.
+        estimated_profile: returns the profile of a traced step, given its resident bytes.
     """
 
     remark = ""
 
     def __init__(self, estimated_profile: Callable[[Any, int | None], Profile]):
         self._estimated_profile = estimated_profile
-        self.times_s: list[float] | None = None  # of the steps run while a recording is under way
+        self.times_s: list[float] | None = None  # of the steps that ran since the recording began
 
     def start(self) -> bool:
         """Starts a recording."""
@@ -31,8 +31,8 @@ class StepTimes:
         return True
 
     def stop(self, lowered: Any, resident_bytes: int | None) -> Profile | None:
-        """Ends it and returns the profile of a lowered step, whose schedule takes the median time
-        of the recorded steps; ``None`` when none ran."""
+        """Ends the recording and returns the profile of a lowered step, scaled so that its schedule
+        takes the median time of the recorded steps; ``None`` if none ran."""
         times_s, self.times_s = self.times_s, None
         if not times_s:
             return None

@@ -1,5 +1,7 @@
-"""Which ways of writing one schedule down are tried (:class:`~keras_remat.core.writing.Writing`),
-in which order, until a compiler says that one keeps to a limit."""
+"""Tries ways to write a schedule, one after the other, until one keeps to a limit.
+
+The compiler says how many bytes each way takes (:class:`~keras_remat.core.writing.Writing`).
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ class Written:
     """Holds a compiled step.
 
     Args:
-        step: what a backend keeps of it.
-        added_bytes: what it takes beside its arguments.
+        step: the backend's object for it.
+        added_bytes: bytes it takes beside its arguments.
         writing: how it is written; ``None`` for Keras's own step.
-        ways: in which it was written, the quickest first; this one takes least of them.
+        ways: the ways tried so far, the quickest first; ``writing`` takes least of them.
     """
 
     step: Any
@@ -32,14 +34,14 @@ class Written:
 
 
 class Ways:
-    """Knows in which ways schedules of one step may be written.
+    """Knows the ways in which schedules of one step may be written.
 
     Args:
         traced: the step.
-        on_gpu: whether it will run on a GPU; else there is one way.
-        state: numbers of what the step is given and returns anew.
+        on_gpu: whether it will run on a GPU; elsewhere there is one way.
+        state: numbers of the state that the step is given and returns anew.
         convolutions: kinds of the equations whose last input is a kernel.
-        copied: numbers of what a kernel reads a transposed copy of.
+        copied: numbers of the values that a kernel reads a transposed copy of.
     """
 
     def __init__(
@@ -64,17 +66,17 @@ class Ways:
         room_bytes: int | None,
         known: Written | None = None,
     ) -> Written:
-        """Compiles a schedule in the quickest way that keeps to a limit, else in the one that takes
-        least.
+        """Compiles a schedule in the quickest way that keeps to a limit.
 
-        What is over the limit when a schedule is loosely written may be what updates that are put
-        off hold, or early copies. Then that is mended next, and else the phases are kept apart.
+        If no way does, the one that takes least is returned. A loosely written schedule may be over
+        the limit by no more than late updates and early copies can hold. Then the next way brings
+        updates forward; otherwise it keeps the phases apart.
 
         Args:
             schedule: a legal order for the step's graph.
             write: compiles it in one way.
-            room_bytes: what it may add to the resident bytes; ``None`` for no limit.
-            known: the same, compiled for another limit.
+            room_bytes: bytes it may add to the resident ones; ``None`` for no limit.
+            known: the schedule as compiled for another limit.
         """
         ways = self._of(schedule)
         found = known or replace(write(ways[0]), ways=ways[:1])
@@ -90,9 +92,8 @@ class Ways:
         return found
 
     def _of(self, schedule: Schedule) -> tuple[Writing, ...]:
-        """Returns how a schedule may be written, the quickest way first; not loosely, nor with
-        phases apart, where gradients that wait for their updates would take more than all that is
-        left."""
+        """Returns the ways in which a schedule may be written, the quickest first. Loose and phased
+        writing are left out if gradients that wait for their updates would take too much."""
         if not self._on_gpu:
             return (Writing.STRICT,)
         traced = self._traced
@@ -109,9 +110,9 @@ class Ways:
 
     @property
     def _put_off_bytes(self) -> int:
-        """Returns bytes of large weights and optimizer slots, kernels of convolutions left out, and
-        of transposed copies: no more is held by updates that are put off, and by copies that are
-        made early. (ResNet50's plan for 0.7 takes no less with early updates.)"""
+        """Returns the most bytes that late updates and early copies can hold: those of large
+        weights and optimizer slots, without kernels of convolutions, and of transposed copies.
+        (ResNet50's plan for 0.7 takes no less with early updates.)"""
         sizes = self._traced.program.sizes
         return sum(sizes[at] for at in (*self._dense_state, *self._copied))
 
