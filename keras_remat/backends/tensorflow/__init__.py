@@ -1,8 +1,8 @@
-"""TensorFlow, the first backend: in order (:mod:`.ordered`) and, where XLA compiles, as one program
-(:mod:`.compiled`).
+"""Provides the TensorFlow backend: steps in order (:mod:`.ordered`) and, where XLA compiles, as one
+program (:mod:`.compiled`).
 
-TensorFlow is imported when a backend is asked for: planning in a process of its own
-(:mod:`keras_remat.planning.background`) needs the memory model alone.
+TensorFlow is imported only when a backend is asked for: planning in another process
+(:mod:`keras_remat.planning.background`) needs only the memory model.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def backend() -> TensorFlowBackend:
-    """Returns the backend that plans are made for outside of ``fit``."""
+    """Returns the backend for plans made outside of ``fit``."""
     from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 
     return TensorFlowBackend()
 
 
 def backends(model: Any, compilation: str, target: Target | None = None) -> list[TensorFlowBackend]:
-    """Returns the backends that can train a model on TensorFlow, the one to begin with first.
+    """Returns the backends that can train a model on TensorFlow, the one to start with first.
 
     Args:
-        target: a card that is not there: the step is compiled for it, and none runs.
+        target: an absent card: the step is compiled for it, but not run.
 
     Raises:
         UnsupportedModelError: a card cannot be planned for.

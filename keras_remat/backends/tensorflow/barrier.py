@@ -1,12 +1,13 @@
-"""A condition that is false and that a compiler can know only when given tensors exist;
-:mod:`keras_remat.backends.xla.protect` says what for.
+"""Makes a false condition that a compiler can know only when given tensors exist.
+
+:mod:`keras_remat.backends.xla.protect` says what it is for.
 
     condition = (bits | 1) == 0, where bits are those of one element of each tensor, joined by
     bitwise or
 
-Never true, whatever the bits, so ``select(condition, fill, x)`` is ``x`` bit for bit and a NaN
-spreads nowhere; and XLA's simplifier, which keeps no track of known bits, cannot fold it. The fill
-is a number that programs do not write: a select between two equal constants is folded.
+The condition is false for any bits, so ``select(condition, fill, x)`` is ``x`` bit for bit, and a
+NaN spreads nowhere. XLA's simplifier cannot fold it, since it does not track known bits. The fill
+is a number that programs do not write, since XLA folds a select between two equal constants.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tensorflow as tf
 from keras_remat.backends.xla.protect import FLOAT_FILL, INTEGER_FILL
 
 _UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
-"""By the bytes of an element."""
+"""Bytes of an element → unsigned dtype of that size."""
 
 
 def _joined_bits(tensors: Sequence[Any]) -> Any:
@@ -40,8 +41,8 @@ def _joined_bits(tensors: Sequence[Any]) -> Any:
 def _summed(bits: Any) -> Any:
     """Returns an odd number made of ``bits`` by a running sum.
 
-    XLA computes both branches of a condition and selects where they hold only what it thinks cheap,
-    and what they read is fused with its source; a running sum, even of two numbers, is not cheap.
+    If both branches of a condition hold only cheap ops, XLA computes both and selects, and fuses
+    the values they read with their sources. A running sum, even of two numbers, is not cheap.
     """
     sums = tf.cumsum(tf.bitcast(tf.stack([bits, tf.constant(1, tf.uint32)]), tf.int32))
     return tf.bitcast(sums[1], tf.uint32) | tf.constant(1, tf.uint32)
@@ -52,8 +53,8 @@ def never(tensors: Sequence[Any], in_branch: bool = False) -> Any:
 
     Args:
         tensors: not empty, of known rank.
-        in_branch: whether they are read in the branch of a condition, which takes them from memory;
-            a slice could be fused with what they come from.
+        in_branch: whether they are read in the branch of a condition, which reads them from memory.
+            A slice outside of a branch could be fused with the op that computes the tensor.
     """
     if in_branch:
         condition = never([min(tensors, key=lambda x: x.shape.num_elements() * x.dtype.size)])
@@ -69,7 +70,7 @@ def never(tensors: Sequence[Any], in_branch: bool = False) -> Any:
 
 def guard(x: Any, condition: Any) -> Any:
     """Returns ``x``, bit for bit, depending on ``condition`` from :func:`never`."""
-    if x.dtype.is_bool:  # exclusive or: a boolean has no third value to be filled with
+    if x.dtype.is_bool:  # exclusive or, since a boolean has no third value for the fill
         return tf.not_equal(x, condition)
     inexact = x.dtype.is_floating or x.dtype.is_complex
     fill = FLOAT_FILL if inexact else min(INTEGER_FILL, x.dtype.max)

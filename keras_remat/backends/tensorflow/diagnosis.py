@@ -1,4 +1,4 @@
-"""What TensorFlow can measure on this machine, for ``keras-remat doctor``."""
+"""Finds what TensorFlow can measure on this machine, for ``keras-remat doctor``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def diagnosis() -> dict[str, Any]:
 
 
 def _kernels() -> tuple[bool, str]:
-    """Returns whether a recording tells how long ops run, and what it says."""
+    """Returns whether a recording has the times of ops, and a sentence about it."""
     step = tf.function(lambda x: tf.reduce_sum(tf.matmul(x, x)))
     x = tf.ones((_SIDE, _SIDE))
     step(x)
@@ -69,7 +69,7 @@ def _kernels() -> tuple[bool, str]:
 
 
 def _xla() -> tuple[bool, str]:
-    """Returns whether XLA compiles for this device, and what it says."""
+    """Returns whether XLA compiles for this device, and a sentence about it."""
     try:
         tf.function(lambda x: x + 1.0, jit_compile=True)(tf.ones(2))
     except (tf.errors.OpError, ValueError) as error:

@@ -1,18 +1,22 @@
-"""The only module that touches TensorFlow's private API. Tested with the versions of
+"""Wraps TensorFlow's private API; no other module touches it. Tested with the versions of
 :mod:`keras_remat.backends.versions`.
 
-No public way leads to these: running Grappler on a graph by hand, a variable's shape from its
-handle and an object for it, the graph or the operations of a function's definition, what XLA says
-when it refuses to compile, which devices have a kernel for an op and where that keeps its outputs,
-what an allocator may take, whether devices exist already and whether oneDNN is on, capturing an
-eager tensor under a chosen name, calling a function with a session configuration of its own,
-reading the profiler's raw trace, what Keras's own ``train_step`` does with the losses' trackers and
-for which batches it was traced,
-which variables and which numbers of collective ops belong together on the devices of a strategy, in
-what packs its replicas exchange gradients, the HLO of a function and the buffers that XLA gives it,
-a traced function whose graph goes with it, and two
-of XLA's operations.
-When a new version moves one of these, this is the file to mend: one file, though long.
+The public API does not offer:
+
+* graphs: running Grappler by hand; the graph or operations of a function's definition; a
+  variable's shape and object from its handle; capturing an eager tensor under a chosen name;
+* running: calling a function with its own session configuration; a traced function that is freed
+  together with its graph; the profiler's raw trace;
+* devices: which of them have a kernel for an op, and where it keeps its outputs; an allocator's
+  limit; whether devices exist already and whether oneDNN is on;
+* XLA: the HLO of a function and the buffers XLA gives it; why it refuses to compile; two of its
+  operations;
+* Keras's own ``train_step``: how it updates the trackers of losses, and for which batches it was
+  traced;
+* strategies: which variables and which numbers of collective ops belong together, and in what packs
+  replicas exchange gradients.
+
+When a new version of TensorFlow moves one of these, only this file needs mending.
 """
 
 from __future__ import annotations
@@ -56,9 +60,9 @@ from keras_remat.errors import UnsupportedModelError
 
 _TASK = "/job:localhost/replica:0/task:0/device:"
 _CPU, _GPU = f"{_TASK}CPU:0", f"{_TASK}GPU:0"
-#: Kernels for these run where the op is placed; ``DEFAULT`` ones on every kind of device.
+#: Device types of kernels that run on a GPU; ``DEFAULT`` kernels run on every kind of device.
 _GPU_KERNELS = ("GPU", "DEFAULT")
-#: What is assumed of a device that does not tell; only ratios matter, and only a little.
+#: Assumed frequency of devices, which do not report it; only ratios matter, and only a little.
 _FREQUENCY_MHZ = 1500
 
 
@@ -70,22 +74,25 @@ def optimize_graph(
 ) -> Any:
     """Returns the GraphDef after TensorFlow's default graph optimizations.
 
-    Grappler fuses and changes layouts only where it knows the device, and adds up and folds only
-    where it knows the shapes; a traced graph says neither the device of a node nor, for certain,
-    the shape of a placeholder. For the time of the call nodes without a device get the one that the
-    placer would give them, and placeholders become function arguments. So do small tensors that the
-    function captured: TensorFlow shows them as constants while it traces, and hands them in when
-    the function runs. Folded, they would be computed otherwise than in plain ``fit`` (``x /
-    constant`` becomes a product). After Grappler they are constants again. Devices that the user
-    wrote stay. Where Grappler fuses into an op that has no such type (a convolution in bfloat16,
-    which oneDNN would replace at run time), nothing is fused: a graph with it could not be
-    imported.
+    Grappler fuses ops and changes layouts only where it knows the device, and simplifies and folds
+    only where it knows the shapes. A traced graph says neither the device of a node nor, for
+    certain, the shape of a placeholder. So for the call, nodes without a device get the one that
+    the placer would choose, and placeholders become function arguments. Devices that the user wrote
+    stay.
+
+    Small tensors that the function captured become arguments, too. TensorFlow shows them as
+    constants while it traces, but passes them in when the function runs. If Grappler folded them,
+    results would differ from plain ``fit`` (``x / constant`` becomes a product). After Grappler
+    they are constants again.
+
+    Grappler may fuse into an op that does not allow the type (a convolution in bfloat16, which
+    oneDNN would replace at run time). Such a graph could not be imported, so then nothing is fused.
 
     Args:
-        graph_def: inlined or not; function calls are inlined here.
+        graph_def: the graph, inlined or not; function calls are inlined here.
         fetches: names of nodes or tensors that must survive.
         variables: placeholder name → the ``tf.Variable`` it stands for.
-        captures: names of the nodes that stand for what the function captured.
+        captures: names of the nodes that stand for captured tensors.
     """
     meta_graph = meta_graph_pb2.MetaGraphDef()
     meta_graph.graph_def.CopyFrom(graph_def)
@@ -125,8 +132,7 @@ def _all_nodes(graph_def: Any) -> list[Any]:
 
 
 def has_legal_types(node: Any) -> bool:
-    """Returns whether a node has only types that its op allows; ops that nobody registered have
-    none."""
+    """Returns whether a node has only types that its op allows; true for unregistered ops."""
     op_def = op_def_registry.get(node.op)
     return op_def is None or all(
         node.attr[attribute.name].type in attribute.allowed_values.list.type
@@ -141,8 +147,8 @@ def has_legal_types(node: Any) -> bool:
 def _run_grappler(meta_graph: Any, fetches: Sequence[str], *, off: Sequence[str] = ()) -> Any:
     """Runs Grappler for the devices of this process, with some of its passes off.
 
-    Without a cluster it would start a session with default options, which makes devices anew, on
-    every card of the machine and not only on the visible ones.
+    Without a cluster Grappler would start a session with default options, which makes new devices
+    on every card of the machine, not only on the visible ones.
 
     Raises:
         UnsupportedModelError: Grappler refuses the graph (one with numbers in ``float8_e5m2``).
@@ -176,8 +182,7 @@ def _run_grappler(meta_graph: Any, fetches: Sequence[str], *, off: Sequence[str]
 
 
 def _device_properties(logical: Any) -> Any:
-    """Returns what Grappler asks about a device: for a GPU, its compute capability decides the
-    layout."""
+    """Returns a device's properties for Grappler; a GPU's compute capability decides the layout."""
     properties = device_properties_pb2.DeviceProperties(
         type=logical.device_type, frequency=_FREQUENCY_MHZ, num_cores=os.cpu_count() or 1
     )
@@ -208,7 +213,7 @@ def _become_placeholder(node: Any) -> None:
 
 
 def _become_handle(node: Any, variable: Any) -> None:
-    """Turns a variable's placeholder into the op that makes its handle."""
+    """Turns a variable's placeholder into an op that makes the variable's handle."""
     node.op = "VarHandleOp"
     node.attr.clear()
     node.attr["dtype"].type = variable.dtype.as_datatype_enum
@@ -217,8 +222,8 @@ def _become_handle(node: Any, variable: Any) -> None:
 
 
 def _unshaped(node: Any) -> Any:
-    """Turns a placeholder into an ``EnsureShape`` of another placeholder, which is returned:
-    Grappler believes no placeholder's shape."""
+    """Turns a placeholder into an ``EnsureShape`` of a new placeholder, and returns the new one.
+    Grappler does not trust a placeholder's shape."""
     argument = tf.compat.v1.NodeDef()
     argument.CopyFrom(node)
     argument.name = f"{node.name}/argument"
@@ -230,11 +235,11 @@ def _unshaped(node: Any) -> Any:
 
 
 def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
-    """Returns a pure GraphDef with constants folded and equal nodes merged, and no operation that
-    XLA has no kernel for.
+    """Returns a pure GraphDef with constants folded and equal nodes merged. It adds no operation
+    without an XLA kernel.
 
     Args:
-        graph_def: without effects.
+        graph_def: the graph, without effects.
         fetches: names of tensors that must survive.
     """
     meta_graph = meta_graph_pb2.MetaGraphDef()
@@ -271,8 +276,11 @@ def _has_gpu_kernel(kind: str) -> bool:
 
 
 def stays_on_host(node: Any) -> bool:
-    """Returns whether a node takes no GPU memory where there is a GPU: it is placed on the CPU, has
-    no kernel for a GPU and its types, or one that keeps all its outputs in the host's memory."""
+    """Returns whether a node takes no GPU memory on a machine with a GPU.
+
+    It takes none if it is placed on the CPU, has no GPU kernel for its types, or has a GPU kernel
+    that keeps all outputs in the host's memory.
+    """
     if ":CPU:" in node.device.upper():
         return True
     op_def = op_def_registry.get(node.op)
@@ -291,7 +299,7 @@ def stays_on_host(node: Any) -> bool:
 
 def _allows(constraint: Any, node: Any) -> bool:
     """Returns whether a node's types are among those a kernel was registered for."""
-    if constraint.name not in node.attr:  # asking for it would put it there
+    if constraint.name not in node.attr:  # reading a missing attribute would create it
         return True
     allowed = set(constraint.allowed_values.list.type)
     attribute = node.attr[constraint.name]
@@ -300,9 +308,11 @@ def _allows(constraint: Any, node: Any) -> bool:
 
 
 def rename_functions(graph_def: Any) -> None:
-    """Gives the library's functions names of their own, in place: TensorFlow refuses two
-    definitions under one name, and Grappler has changed definitions that the process already knows.
-    The suffix is a hash of the library, so equal libraries stay equal."""
+    """Gives the library's functions new names, in place.
+
+    TensorFlow refuses two definitions under one name, and Grappler has changed definitions that the
+    process already knows. The suffix is a hash of the library, so equal libraries stay equal.
+    """
     functions = graph_def.library.function
     if not functions:
         return
@@ -327,8 +337,8 @@ def rename_functions(graph_def: Any) -> None:
 
 
 def keep_control_flow_functional(graph_def: Any) -> None:
-    """Makes ``While`` and ``If`` stay single ops, in place: without the mark nobody lowers them to
-    ``Switch`` and ``Merge``."""
+    """Keeps ``While`` and ``If`` as single ops, in place: removes the mark by which they are
+    lowered to ``Switch`` and ``Merge``."""
     for node in _all_nodes(graph_def):
         if "_lower_using_switch_merge" in node.attr:
             del node.attr["_lower_using_switch_merge"]
@@ -344,13 +354,13 @@ def import_body(definition: Any, operands: Sequence[Any], name: str) -> tuple[li
     """Writes a function's operations into the graph that is being built.
 
     Args:
-        definition: its ``FunctionDef``, which the graph has in its library.
-        operands: tensors of the graph for its arguments; what is known of their shapes, and of the
-            variables behind them, its operations get.
-        name: goes before the names of its operations.
+        definition: the function's ``FunctionDef``, which is in the graph's library.
+        operands: tensors of the graph for its arguments. The written operations know their shapes
+            and the variables behind them.
+        name: prefix of the names of the written operations.
 
     Returns:
-        Its operations, in its order, and the tensors that it returns.
+        The operations, in the function's order, and the tensors that it returns.
     """
     document, names = function_def_to_graph.function_def_to_graph_def(definition)
     arguments = [argument.name for argument in definition.signature.input_arg]
@@ -369,7 +379,7 @@ def list_placeholder(shape: Any, dtype: Any) -> Any:
     """Writes a placeholder for a tensor list into the graph that is being built.
 
     Args:
-        shape, dtype: what is known of its elements.
+        shape, dtype: shape, as far as known, and dtype of the list's elements.
     """
     tensor = tf.compat.v1.placeholder(tf.variant, ())
     data = handle_data_util.create_handle_data(shape, dtype)
@@ -379,9 +389,9 @@ def list_placeholder(shape: Any, dtype: Any) -> Any:
 
 
 def define_functions(library: Any) -> None:
-    """Makes the functions of a library known to the process, as an op that calls one by its name
-    needs it when it runs. Names made by :func:`rename_functions` stand for what they define, so
-    that nothing is defined twice."""
+    """Defines the functions of a library in the process, where ops that call them by name look them
+    up. A name made by :func:`rename_functions` identifies its definition, so a known name is
+    skipped."""
     eager = context.context()
     eager.ensure_initialized()
     for function in library.function:
@@ -390,8 +400,8 @@ def define_functions(library: Any) -> None:
 
 
 def is_stateful(kind: str) -> bool:
-    """Returns whether the OpDef of an operation type says it has state or an effect; unknown types
-    count as stateful."""
+    """Returns whether an operation type has state or an effect by its OpDef; unknown types count as
+    stateful."""
     op_def = op_def_registry.get(kind)
     return op_def is None or bool(op_def.is_stateful)
 
@@ -414,7 +424,7 @@ def variable_of(handle: Any) -> Any:
 
 
 def train_function(model: Any) -> Any:
-    """Returns a train function of Keras's that was traced for nothing yet."""
+    """Returns a new train function of Keras's, which has no traces yet."""
     installed = model.train_function
     try:
         model.make_train_function(force=True)
@@ -424,8 +434,8 @@ def train_function(model: Any) -> Any:
 
 
 def promised_specs(data: Any) -> list[Any]:
-    """Returns what an iterator promises of the tensors of its batches; of every replica's part,
-    where they are divided.
+    """Returns the specs that an iterator promises for the tensors of its batches; for those of
+    every replica's part, where batches are divided.
 
     Args:
         data: the iterator, or its type.
@@ -436,14 +446,14 @@ def promised_specs(data: Any) -> list[Any]:
 
 
 def has_fixed_size(data: Any) -> bool:
-    """Returns whether all batches have one size, as far as their iterator, or its type, tells."""
+    """Returns whether all batches have one size, by the specs of their iterator or its type."""
     shapes = [spec.shape for spec in promised_specs(data)]
     return not any(shape.rank and shape[0] is None for shape in shapes)
 
 
 def _traced_data(function: Any) -> list[Any] | None:
-    """Returns the types of the iterators that Keras's train function was traced for; ``None`` where
-    it is another one."""
+    """Returns the types of the iterators that Keras's train function was traced for; ``None`` for a
+    function that Keras did not make."""
     traced: Any = inspect.getclosurevars(function).nonlocals.get("multi_step_on_iterator")
     if traced is None or not hasattr(traced, "_list_all_concrete_functions"):
         return None
@@ -462,14 +472,14 @@ def knows_sizes(function: Any) -> bool:
 
 
 def keeps_batch_size(function: Any, wanted: Any) -> bool:
-    """Returns whether Keras's train function trains batches whose size is promised with a step that
-    was traced for that size.
+    """Returns whether Keras's train function trains batches of a promised size with a step traced
+    for that size.
 
-    TensorFlow runs an older trace for any size instead, and makes one where there are traces for
-    other sizes alone.
+    It does not if TensorFlow has an older trace for any size, which it runs instead, or has traces
+    for other sizes only, where it makes a trace for any size.
 
     Args:
-        function: as Keras made it.
+        function: the train function, as Keras made it.
         wanted: the type of an iterator that promises the size.
     """
     traced = _traced_data(function)
@@ -483,15 +493,15 @@ def keeps_batch_size(function: Any, wanted: Any) -> bool:
 
 @contextmanager
 def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
-    """Lets what is tracked of every output's loss count as it does in Keras's own step: an epoch's
-    mean would mix both.
+    """Makes the trackers of the outputs' losses count as in Keras's own step, since an epoch's mean
+    mixes steps of both kinds.
 
-    Where that step knows the size of its batches, it counts samples. Else, as outside of ``fit``,
-    every step counts once.
+    Where Keras's own step knows its batch size, a step counts by its samples. Otherwise, and
+    outside of ``fit``, every step counts once.
 
     Args:
-        model: whose train function says what its step knows, while ``fit`` runs.
-        share: what part of a step is traced.
+        model: the model; during ``fit`` its train function says whether the batch size is known.
+        share: share of a step that is traced; ``None`` for a whole step.
     """
     import keras
 
@@ -500,7 +510,7 @@ def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
         yield
         return
     by_samples = getattr(model.train_function, "knows_batch_size", False)
-    of_any_size: list[Any] = []  # targets, in a trace for joined batches too
+    of_any_size: list[Any] = []  # a target of unknown size, as in a trace for joined batches
 
     def call(original: Any, y_true: Any, *args: Any, **options: Any) -> Any:
         targets = [target for target in tf.nest.flatten(y_true) if tf.is_tensor(target)]
@@ -510,7 +520,7 @@ def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
     def weight(given: Any) -> Any:
         if not by_samples:
             return share
-        if given is None:  # an output whose size Keras's own step does not know, either
+        if given is None:  # Keras's own step does not know this output's size, either
             return tf.shape(of_any_size[0])[0] if of_any_size else share
         return given
 
@@ -529,14 +539,14 @@ def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
         if losses.built:
             for tracker in losses.metrics:
                 counted.enter_context(wrapped(tracker, "update_state", update_tracker))
-        else:  # they are made while the first step is traced
+        else:  # the trackers are made while the first step is traced
             counted.enter_context(wrapped(keras.metrics.Mean, "update_state", update_mean))
         yield
 
 
 def is_xla_refusal(error: Any) -> bool:
-    """Returns whether XLA says that it cannot compile a function, and not that a step's values are
-    wrong."""
+    """Returns whether an error says that XLA cannot compile a function, rather than that a step's
+    values are wrong."""
     text, says = str(error.message), ("compile", "conversion failed", "compilation")
     return "XLA" in text and any(said in text for said in says)
 
@@ -558,7 +568,7 @@ def onednn_is_on() -> bool:
 
 
 def device_memory_limit_bytes(name: str) -> int:
-    """Returns what the allocator of a device of this process may take; makes no further device.
+    """Returns the bytes that the allocator of a device may take; makes no further device.
 
     Args:
         name: such as ``"GPU:0"`` or ``"/device:GPU:0"``.
@@ -576,11 +586,12 @@ def device_memory_limit_bytes(name: str) -> int:
 
 
 def concrete_function(function: Any, *signature: Any) -> Any:
-    """Returns what ``function.get_concrete_function`` does, with a graph that goes with it.
+    """Returns ``function.get_concrete_function``, whose graph is freed with the function.
 
-    The public method leaves the graph to Python's garbage collector, which cannot free one of which
-    something lives on: TensorFlow registers custom gradients for good, with what they close over.
-    Each ``fit`` of a small model left 5,292 objects in the process, and leaves 765.
+    The public method leaves the graph to Python's garbage collector, which cannot free it while
+    part of it is referenced: TensorFlow keeps custom gradients for ever, with their closures. With
+    the public method each ``fit`` of a small model left 5,292 objects in the process, with this one
+    765.
 
     Args:
         function: a ``tf.function`` that only the caller traces.
@@ -604,10 +615,10 @@ def build_function(build: Callable[..., Sequence[Any]], signature: Sequence[Any]
 
 @cache
 def _verbatim_options(given: bytes) -> Any:
-    """Returns the process's own options, soft placement among them, without what changes a graph.
+    """Returns the process's options, such as soft placement, with all graph rewriting off.
 
     Args:
-        given: the process's own, serialized.
+        given: the process's options, serialized.
     """
     config = config_pb2.ConfigProto.FromString(given)
     config.graph_options.rewrite_options.disable_meta_optimizer = True
@@ -621,9 +632,9 @@ def call_verbatim(function: Any, args: Sequence[Any]) -> list[Any]:
     """Runs a function made by :func:`build_function` exactly as it was built: no Grappler, no
     common-subexpression pass.
 
-    The options are those of this thread and this call; they are put back before it returns. (A
-    ``StatefulPartitionedCall`` op, which takes a configuration as an attribute, runs its body on
-    the calling thread without the executor's trace events.)
+    The options hold for this thread and this call; they are restored before it returns. (The
+    alternative, a ``StatefulPartitionedCall`` op with a configuration as an attribute, runs its
+    body on the calling thread without the executor's trace events.)
     """
     eager = context.context()
     options = eager.function_call_options
@@ -649,9 +660,8 @@ def select_and_scatter(
     source: Any,
     start: Any,
 ) -> Any:
-    """Returns the gradient of max pooling as XLA's own operation computes it: the largest element
-    of every window of ``image`` gets what ``source`` has for the window, added up from
-    ``start``."""
+    """Returns the gradient of max pooling, computed by XLA's own operation. The largest element of
+    every window of ``image`` gets the window's element of ``source``; sums begin at ``start``."""
     scalar = tf.TensorSpec([], image.dtype)
 
     def function(operation: Callable[[Any, Any], Any]) -> Any:
@@ -664,8 +674,8 @@ def select_and_scatter(
 
 
 def serialized_hlo(function: Any) -> bytes:
-    """Returns a compilable function's ``HloModuleProto``, serialized, with variables that it
-    changes as donated arguments; nothing is run.
+    """Returns a compilable function's ``HloModuleProto``, serialized. Variables that it changes are
+    donated arguments. Nothing is run.
 
     Args:
         function: a concrete function of ``tf.function(jit_compile=True)``.
@@ -677,14 +687,14 @@ def serialized_hlo(function: Any) -> bytes:
 
 
 def compiled_bytes(function: Any) -> int | None:
-    """Returns what a call of a compilable function takes on the CPU beside its arguments and the
-    variables that it changes in place, as XLA has assigned its buffers; nothing is run.
+    """Returns the bytes of the buffers that XLA assigns to a call of a function on the CPU, without
+    its arguments and the variables that it changes in place. Nothing is run.
 
     Args:
         function: a concrete function of ``tf.function(jit_compile=True)``.
 
     Returns:
-        The bytes; ``None`` where this version of TensorFlow does not tell them.
+        The bytes; ``None`` where this version of TensorFlow does not report them.
 
     Raises:
         ValueError: XLA cannot compile it.
@@ -709,8 +719,8 @@ def _compiler_ir(function: Any, stage: str) -> bytes:
 
 
 def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:
-    """Returns placeholder name → what is called before every run of a traced function for its value
-    (the numbers of collective ops)."""
+    """Returns placeholder name → function that gives its value before every run of a traced
+    function (the numbers of collective ops)."""
 
     def called(closure: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: tf.nest.flatten(closure(), expand_composites=True)[0]
@@ -724,14 +734,14 @@ def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:
 
 
 def per_replica(parts: Sequence[Any]) -> Any:
-    """Returns one structure for ``strategy.run`` of the structures that its replicas get."""
+    """Returns one structure for ``strategy.run``, made of one structure per replica."""
     return distribute_utils.regroup(tuple(parts))
 
 
 @contextmanager
 def exchanged_in_packs(strategy: Any, pack_bytes: int) -> Iterator[None]:
-    """Gradients that the replicas of a ``MirroredStrategy`` exchange inside go in packs of about so
-    many bytes, and not all in one. What a train step asks for itself comes first."""
+    """Makes replicas of a ``MirroredStrategy`` exchange gradients in packs of about ``pack_bytes``
+    bytes inside, not all in one. Options that a train step sets itself come first."""
     extended = strategy.extended
     options = extended._communication_options
     packs = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=pack_bytes)
@@ -743,12 +753,12 @@ def exchanged_in_packs(strategy: Any, pack_bytes: int) -> Iterator[None]:
 
 
 def distributed_container(handle: Any) -> Any:
-    """Returns the distributed variable that the variable behind a handle belongs to; ``None`` where
-    it belongs to none."""
+    """Returns the distributed variable that a handle's variable belongs to; ``None`` where there is
+    none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
 
 
 def has_value_per_replica(container: Any) -> bool:
-    """Returns whether every replica has a value of its own of a distributed variable."""
+    """Returns whether every replica has its own value of a distributed variable."""
     return isinstance(container, distributed_values.SyncOnReadVariable)

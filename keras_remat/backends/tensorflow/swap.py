@@ -1,7 +1,7 @@
-"""Take the place of Keras's train function while ``fit`` runs, and give it back.
+"""Takes the place of Keras's train function while ``fit`` runs, and gives it back.
 
-``fit`` looks ``model.train_function`` up at every step, so replacing the attribute takes effect
-with the next one. The signature is Keras 3's: ``(iterator) -> logs``, up to ``steps_per_execution``
+``fit`` looks up ``model.train_function`` at every step, so replacing the attribute takes effect at
+the next step. The signature is Keras 3's: ``(iterator) -> logs``, up to ``steps_per_execution``
 batches a call.
 """
 
@@ -17,21 +17,21 @@ from keras_remat.backends.tensorflow import private
 
 
 class InstalledTrainFunction(Installed):
-    """Is the train function of one ``fit``, and asks ``runner`` for every batch.
+    """Acts as the train function of one ``fit``, and asks ``runner`` for every batch.
 
-    Keras's function traces the step for what its iterator promises of batches, whatever their size
-    is. It is given an iterator of the same kind for a single batch, too: so one trace, and what
-    the model's attributes were at that time, holds for all plain steps, as in a plain ``fit``.
+    Keras's function traces the step for the specs that its iterator promises, whatever the size of
+    a batch is. For a single batch it gets an iterator of the same kind, too. So one trace serves
+    all plain steps, with the model's attributes at that time, as in a plain ``fit``.
     """
 
     counts_no_empty_step = keeps_first_trace = True
     end_of_data = (StopIteration, tf.errors.OutOfRangeError)
-    _promised: Any = None  # what the iterator of ``fit`` promises of its batches
+    _promised: Any = None  # the specs that the iterator of ``fit`` promises for its batches
     _data: Any = None  # the type of that iterator
-    _specs: Sequence[tf.TensorSpec] = ()  # what it promises of every tensor, a replica's in turn
-    _has_fixed_size = False  # whether its batches all have one size, as far as it tells
+    _specs: Sequence[tf.TensorSpec] = ()  # the promised spec of every tensor, replica by replica
+    _has_fixed_size = False  # whether the iterator promises batches of one size
     _may_lack_parts = True  # whether a batch may have an empty ``Optional``
-    _joined: Any = None  # a function of Keras's for joined batches, and the original it is beside
+    _joined: Any = None  # Keras's function for joined batches, and the original it was made for
 
     @property
     def is_traced(self) -> bool:
@@ -39,8 +39,8 @@ class InstalledTrainFunction(Installed):
 
     @property
     def any_size(self) -> bool:
-        """Returns whether Keras's own step is traced for batches of any size: those of the data set
-        have no fixed one, or it was traced before for others."""
+        """Returns whether Keras's own step is traced for batches of any size: the data set has no
+        fixed batch size, or the step was traced before for other batches."""
         return self._promised is not None and not self.knows_batch_size
 
     @property
@@ -49,7 +49,7 @@ class InstalledTrainFunction(Installed):
         return self._has_fixed_size and private.keeps_batch_size(self.original, self._data)
 
     def _learn(self, iterator: Any) -> None:
-        """Learns what the iterator of ``fit`` promises of its batches' size."""
+        """Reads the specs and the batch size that the iterator of ``fit`` promises."""
         self._specs = private.promised_specs(iterator)
         self._has_fixed_size = private.has_fixed_size(iterator)
         self._data = tf.type_spec_from_value(iterator)
@@ -66,7 +66,8 @@ class InstalledTrainFunction(Installed):
         return caller
 
     def _read(self, batch: Any) -> Any:
-        """Keras's iterators carry ``None`` (no sample weights, say) as an empty ``Optional``."""
+        """Returns a batch with ``None`` for each empty ``Optional``, by which Keras's iterators
+        represent ``None`` (such as no sample weights)."""
         if not self._may_lack_parts:
             return batch
         return tf.nest.map_structure(
@@ -79,7 +80,7 @@ class InstalledTrainFunction(Installed):
     def synchronize(self) -> None:
         updates = getattr(getattr(self._model, "optimizer", None), "iterations", None)
         if updates is not None:
-            updates.numpy()  # a GPU has done what was asked of it before
+            updates.numpy()  # waits until a GPU has done all earlier work
 
     def run_plain(self, batch: Any) -> Any:
         iterator = _iterator_of(batch, self._promised)
@@ -88,15 +89,15 @@ class InstalledTrainFunction(Installed):
         return self._traced(self.original, iterator)
 
     def _traced(self, function: Any, iterator: Iterator[Any]) -> Any:
-        """Calls a function of Keras's, which may trace."""
+        """Calls one of Keras's functions, which may trace."""
         with private.losses_counted_as(self._model):
             return function(iterator)
 
     def _of_joined(self) -> Any:
-        """Returns a function of Keras's for joined batches, which goes with this ``fit``.
+        """Returns a train function of Keras's for joined batches, dropped with this ``fit``.
 
-        The original would run what was traced for them, which counts losses as this ``fit`` does,
-        on other data, too.
+        The original would keep the trace for joined batches, which counts losses as this ``fit``
+        does, and run it on other data later.
         """
         if self._joined is None or self._joined[1] is not self.original:
             self._joined = private.train_function(self._model), self.original
@@ -104,8 +105,8 @@ class InstalledTrainFunction(Installed):
 
 
 def _iterator_of(batch: Any, promised: Any) -> Iterator[Any] | None:
-    """Returns an iterator of one batch: where ``promised`` says what an iterator of ``tf.data``
-    would give, an iterator of that kind; ``None`` where the batch is not such a one."""
+    """Returns an iterator over one batch: a ``tf.data`` iterator with the specs ``promised``, if
+    given; ``None`` where the batch does not match them."""
     if promised is None:
         return iter([batch])
     optional = tf.nest.map_structure(

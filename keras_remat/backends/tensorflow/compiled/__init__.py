@@ -1,11 +1,12 @@
-"""TensorFlow with ``jit_compile=True``: plan what XLA will put into memory, run the plan as one
-compiled step.
+"""Runs TensorFlow with ``jit_compile=True``: plans the values that XLA will put into memory, and
+runs the plan as one compiled step.
 
-The same verbs as :class:`~keras_remat.backends.tensorflow.ordered.backend.TensorFlowBackend`, whose
-device and train function these are. What is different: single ops cannot be timed, so op times stay
-estimates; and what a schedule takes is XLA's business. On a CPU it is compiled before it runs,
-which tells its one buffer, and the allocator is asked what chunk that would get. On a GPU it is
-known once it ran, from which later predictions learn
+It shares device and train function with
+:class:`~keras_remat.backends.tensorflow.ordered.backend.TensorFlowBackend`. Two things differ.
+Single ops cannot be timed, so op times stay estimates. And XLA decides how much memory a schedule
+takes. On a CPU the schedule is compiled before it runs, which gives the size of its one buffer, and
+the allocator is asked which chunk that buffer would get. On a GPU the memory is known once the
+schedule has run, and later predictions learn from it
 (:mod:`keras_remat.backends.xla.compiled_memory`).
 """
 
@@ -46,19 +47,19 @@ from keras_remat.errors import UnsupportedModelError
 
 
 class CompiledBackend(TensorFlowBackend):
-    """Knows the verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance
-    remembers what it measured.
+    """Implements :class:`keras_remat.backends.base.Backend` for compiled steps of one model: an
+    instance remembers its measurements.
 
     Args:
-        target: where steps will run; the live device, if not given. For a card that is not there
-            steps are traced, planned and compiled, and none runs.
-        compiler: compiles for that card; one of its own, if not given.
+        target: where steps will run; the live device, if not given. For an absent card steps are
+            traced, planned and compiled, but not run.
+        compiler: compiler for an absent card; a new one, if not given.
     """
 
     compilation = "compiled"
     measures_op_times = guesses_workspaces = False
     auto_solver = (
-        "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
+        "greedy"  # a slower solver gains on estimated times, but XLA does not keep that gain
     )
 
     def __init__(self, target: Target | None = None, compiler: CardCompiler | None = None) -> None:
@@ -67,10 +68,10 @@ class CompiledBackend(TensorFlowBackend):
         self._compiler = compiler
         if self._card is not None and compiler is None:
             self._compiler = CardCompiler()
-        self._asked: Any = None  # the batch of shapes, where no tensor of it is made
+        self._asked: Any = None  # for an absent card: the batch, as specs without tensors
         self._traced_here: dict[str, tracing.CompiledStep] = {}  # by fingerprint
-        # by fingerprint and schedule, ``None`` for Keras's own step: what was compiled for a card,
-        # of which its time is kept
+        # (fingerprint, schedule or ``None`` for Keras's own step) → bytes and time of the step
+        # compiled for an absent card
         self._on_card: dict[tuple[str, Schedule | None], Written] = {}
         self._newest_trace: tracing.CompiledStep | None = None
         self._newest_lowered: LoweredStep | None = None
@@ -82,8 +83,8 @@ class CompiledBackend(TensorFlowBackend):
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Asks the compiler, on a CPU and for a card that is not there; of a GPU that is there it
-        learns from runs."""
+        """Returns the memory model. It asks the compiler on a CPU and for an absent card; on a
+        live GPU it learns from runs."""
         if self._card is not None:
             return CompiledMemory(
                 self._compile_bytes,
@@ -97,7 +98,7 @@ class CompiledBackend(TensorFlowBackend):
         return CompiledMemory(self._compile_bytes, chunk_bytes=self.device.chunk_bytes)
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
-        """Returns what a step adds to the resident bytes; ``None`` where only a run tells."""
+        """Returns the bytes a step adds to the resident ones; ``None`` where only a run tells."""
         traced = self._traced_here.get(problem.graph.fingerprint)
         if traced is None:
             return None
@@ -117,28 +118,32 @@ class CompiledBackend(TensorFlowBackend):
         return self._on_card[key].added_bytes
 
     def _compiled_for_card(self, module: bytes, writing: Writing | None = None) -> Written:
-        """Compiles a module for the card; of what comes of it the time by its roofline is kept."""
+        """Compiles a module for the card; keeps its bytes and its time by the roofline."""
         assert self._card is not None
         assert self._compiler is not None
         step = self._compiler.compiled(module, self._card)
         return Written(costs(step.text, self._card.rates).time_s, step.added_bytes, writing)
 
     def _compiled_time_s(self, problem: Problem, schedule: Schedule | None) -> float | None:
-        """Returns the seconds of what was compiled for a card, by its roofline."""
+        """Returns the seconds of a step compiled for a card, by the card's roofline."""
         written = self._on_card.get((problem.graph.fingerprint, schedule))
         return None if written is None else float(written.step)
 
     def _writing_of(self, problem: Problem, schedule: Schedule) -> Writing | None:
-        """Returns how a schedule was written for a card: on the live one no compiler is asked."""
+        """Returns how a schedule was written for an absent card; ``None`` on the live device,
+        where no compiler is asked."""
         written = self._on_card.get((problem.graph.fingerprint, schedule))
         return None if written is None else written.writing
 
     def _live_bytes(
         self, traced: tracing.CompiledStep, problem: Problem, schedule: Schedule | None
     ) -> int | None:
-        """Returns what XLA:CPU says that a step takes; ``None`` where it is not asked. On a GPU it
-        would try kernels. Of Keras's own step nothing hangs on it without a budget, or where all
-        that it makes fits, or what is alive at once does not."""
+        """Returns the bytes that XLA:CPU reports for a step; ``None`` where it is not asked.
+
+        It is not asked on a GPU, where compiling would try kernels. Nor is it asked about Keras's
+        own step where its answer changes nothing: without a budget, where all values together fit,
+        or where the values alive at once do not.
+        """
         if traced.target.on_gpu:
             return None
         if schedule is not None:
@@ -152,8 +157,7 @@ class CompiledBackend(TensorFlowBackend):
     def _lowered(
         self, traced: tracing.CompiledStep, schedule: Schedule, writing: Writing = Writing.STRICT
     ) -> LoweredStep:
-        """Returns the step that runs a schedule; the newest is remembered, which is the one that
-        is going to run."""
+        """Returns the step that runs a schedule. The newest is remembered, since it will run."""
         newest, asked = self._newest_lowered, (schedule, writing)
         if (
             newest is None
@@ -170,7 +174,7 @@ class CompiledBackend(TensorFlowBackend):
         return newest
 
     def written_plain(self, problem: Problem) -> Callable[[], None]:
-        """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
+        """Writes Keras's own step for a card; returns a function that compiles it in any thread."""
         traced = self._traced_here[problem.graph.fingerprint]
         module = private.serialized_hlo(traced.function)
 
@@ -180,8 +184,8 @@ class CompiledBackend(TensorFlowBackend):
         return compile_plain
 
     def taken_over(self, traced: tracing.CompiledStep) -> tracing.CompiledStep | None:
-        """Returns a step that was traced for another card as one for this; ``None`` where XLA does
-        other things to its ops here."""
+        """Returns a step traced for another card as one for this card; ``None`` where XLA treats
+        its ops differently here."""
         if self._card is None or kinds_of(traced.target) != kinds_of(self._card):
             return None
         traced = replace(traced, target=self._card, slicer=None)
@@ -212,7 +216,7 @@ class CompiledBackend(TensorFlowBackend):
             KeyError,
             ValueError,
             tf.errors.OpError,
-        ) as error:  # what is the train step's own fault, other backends say too
+        ) as error:  # if the train step itself is at fault, other backends report it too
             raise UnsupportedModelError(
                 f"The train step cannot be traced for XLA: {type(error).__name__}: {error}"
             ) from error

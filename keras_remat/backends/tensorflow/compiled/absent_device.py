@@ -1,9 +1,10 @@
-"""A card that is not there, as TensorFlow's device.
+"""Represents an absent card as TensorFlow's device.
 
-TensorFlow itself compiles for devices that are there only. So a step is lowered to HLO here, and
-compiled by JAX's compiler (:mod:`keras_remat.backends.xla.card_compiler`).
+TensorFlow itself compiles only for devices that exist. So TensorFlow lowers a step to HLO, and
+JAX's compiler compiles it (:mod:`keras_remat.backends.xla.card_compiler`).
 
-Known limit: TensorFlow lowers for its CPU, and few of its operations do that otherwise for a GPU.
+Known limit: TensorFlow lowers for its CPU. A few of its operations are lowered differently for a
+GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from keras_remat.core.target import Target
 
 
 class AbsentDevice(TensorFlowDevice):
-    """Stands for a card that is not there: no step runs, and nothing of it is measured.
+    """Represents an absent card: no step runs on it, and nothing is measured.
 
     Args:
         target: the card.

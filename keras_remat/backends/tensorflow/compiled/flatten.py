@@ -1,12 +1,12 @@
-"""A traced step without state: variables go in and their new values come out, and everything
-between is pure.
+"""Makes a traced step stateless: variables go in, their new values come out, and everything between
+is pure.
 
-XLA compiles it that way in the end. Done before planning, reads, writes and control edges are gone:
-what an operation needs is its inputs, any order that has those is legal, and a repeated operation
-cannot see a variable that has changed meanwhile.
+XLA compiles it that way in the end. Doing it before planning removes reads, writes and control
+edges: an operation needs only its inputs, any order that respects them is legal, and a repeated
+operation cannot see a variable that has changed meanwhile.
 
-The pure graph is then constant-folded by Grappler, with every pass off that makes operations XLA
-has no kernel for. Shapes must be static, as under XLA anyway. Loops and branches are carried whole.
+Grappler then folds the constants of the pure graph. Passes that make operations without an XLA
+kernel are off. Shapes must be static, as XLA needs anyway. Loops and branches stay whole.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from keras_remat.core.topology import topological_order
 
 @dataclass(frozen=True)
 class Literal:
-    """Stands for a constant as an operation's input.
+    """Represents a constant as an operation's input.
 
     Args:
-        name: of its node.
-        dtype, nbytes: of the constant.
+        name: name of its node.
+        dtype, nbytes: dtype and bytes of the constant.
     """
 
     name: str
@@ -50,11 +50,12 @@ class FlatProgram:
     """Holds a step's operations over numbered tensors.
 
     Args:
-        equations: in traced order.
-        shapes, dtypes: of every number; a shape is ``None`` where TensorFlow does not know it.
-        given: names of the placeholders of the first numbers: batch, variables, other captured
-            tensors.
-        outputs: numbers and literals.
+        equations: the operations, in traced order.
+        shapes, dtypes: shape and dtype of every number; a shape is ``None`` where TensorFlow does
+            not know it.
+        given: names of the placeholders, which are the first numbers: batch, variables, other
+            captured tensors.
+        outputs: numbers and literals that the step computes.
         constants: name → ``Const`` node.
         library: the functions of its loops and branches.
     """
@@ -74,7 +75,7 @@ class FlatProgram:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Returns bytes of every number."""
+        """Returns the bytes of every number."""
         return tuple(
             nbytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
@@ -85,7 +86,7 @@ class FlatProgram:
 
 
 def nbytes(shape: tuple[int, ...] | None, dtype: Any) -> int:
-    """Returns bytes of a tensor; 0 for what has no bytes of its own (a list of tensors)."""
+    """Returns the bytes of a tensor; 0 for a list of tensors, which has none of its own."""
     return 0 if shape is None or not dtype.size else prod(shape) * int(dtype.size)
 
 
@@ -94,13 +95,13 @@ class Stateless:
     """Holds a step as a pure function.
 
     Args:
-        program: what it computes.
-        batch: how many of the given numbers are the batch's tensors, in flattening order.
-        handles: variables (resource tensors), given next.
-        captured: other eager tensors, given last.
-        written: numbers among the variables' → the new value, a number or literal among the
-            program's outputs.
-        returned: what the step returns: numbers or literals, in flattening order of its structure.
+        program: the operations.
+        batch: how many of the first numbers are the batch's tensors, in flattening order.
+        handles: variables (resource tensors), the next numbers.
+        captured: other eager tensors, the last of the given numbers.
+        written: number of a variable → its new value, a number or literal among the program's
+            outputs.
+        returned: numbers or literals that the step returns, in flattening order of its structure.
     """
 
     program: FlatProgram
@@ -176,7 +177,7 @@ def _numbered(
         return literals[tensor] if tensor in literals else numbers[tensor]
 
     equations = []
-    # as traced; what Grappler made runs as soon as it can
+    # in traced order; nodes that Grappler made run as soon as they can
     before = {name: {node_of(i) for i in inputs[name]} for name in needed}
     for name in topological_order(before, lambda name: order.get(name, -1)):
         node, outputs = nodes[name], graph.get_operation_by_name(name).outputs

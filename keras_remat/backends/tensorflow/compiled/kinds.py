@@ -1,8 +1,9 @@
-"""What TensorFlow calls the operations that the model of XLA's fusion
-(:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic.
+"""Lists TensorFlow's names for the operations in the model of XLA's fusion
+(:mod:`keras_remat.backends.xla.fusion`); tables, no logic.
 
-TensorFlow's elementwise operations spread a smaller operand by themselves, and some (``ReluGrad``,
-``Mean``) are several of XLA's. A type is listed by what XLA makes of it.
+TensorFlow's elementwise operations broadcast a smaller operand by themselves, and some
+(``ReluGrad``, ``Mean``) become several operations of XLA's. Each is listed under what XLA makes of
+it.
 """
 
 from dataclasses import replace
@@ -58,7 +59,7 @@ INPUT_GRADIENTS = names("""
 """)
 KERNEL_GRADIENTS = KINDS.transposing
 POOLING_GRADIENTS = {"MaxPoolGrad": 0, "MaxPool3DGrad": 0}
-"""Gradients of max pooling, and which of their inputs is the image."""
+"""Gradient of max pooling → position of the image among its inputs."""
 
 GPU_KINDS = on_gpu(
     KINDS,
@@ -72,7 +73,7 @@ GPU_KINDS = on_gpu(
 
 
 def kinds_of(target: Target) -> Kinds:
-    """Returns the names with what XLA does to them on a target."""
+    """Returns the kinds of operations, by what XLA does to them on a target."""
     if not target.on_gpu:
         return KINDS
     if target.before_ampere:  # cuBLAS returns a tuple, too
@@ -84,7 +85,7 @@ ALIASES = names("""
     CheckNumerics CheckNumericsV2 Identity IdentityN PlaceholderWithDefault PreventGradient
     Snapshot StopGradient
 """)
-"""Output i is input i; XLA knows no other use of them."""
+"""Operations whose output i is input i; to XLA they do nothing else."""
 
 NOTHING = frozenset({"Assert", "NoOp"})
-"""Compiled to nothing."""
+"""Operations that XLA compiles to nothing."""

@@ -1,7 +1,7 @@
-"""A schedule as one compiled step: :mod:`keras_remat.backends.xla.protect` on TensorFlow.
+"""Writes a schedule as one compiled step: :mod:`keras_remat.backends.xla.protect` on TensorFlow.
 
-The policy writes its operations into a ``tf.function(jit_compile=True)`` that reads every variable
-before and assigns the changed ones after.
+The operations are written into a ``tf.function(jit_compile=True)`` that first reads every variable
+and at the end assigns the changed ones.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from keras_remat.errors import UnsupportedModelError
 
 
 class _Writer(Writer):
-    """Is TensorFlow as :class:`keras_remat.backends.xla.protect.Writer`: values are tensors of the
-    function that is traced."""
+    """Implements :class:`keras_remat.backends.xla.protect.Writer` for TensorFlow: values are
+    tensors of the function being traced."""
 
     def __init__(self, program: FlatProgram, uses_branches: bool, uses_barriers: bool = False):
         self._program, self.uses_branches = program, uses_branches
@@ -62,8 +62,8 @@ class _Writer(Writer):
         return bool(value.dtype.is_floating or value.dtype.is_complex)
 
     def may_guard(self, equation: Any, value: Any) -> bool:
-        """Returns whether XLA may learn a value late: it wants shapes, axes and permutations when
-        it compiles, which are integers and no random keys."""
+        """Returns whether XLA may learn a value at run time. Shapes, axes and permutations must be
+        known when it compiles; those are integers that are not random keys."""
         known_late = self.is_inexact(value) or value.dtype.is_bool or value.dtype.is_unsigned
         return bool(known_late or equation.kind in KINDS.elementwise)
 
@@ -98,9 +98,12 @@ class _Writer(Writer):
 
 
 class _GpuWriter(_Writer):
-    """Writes for a GPU. cuDNN wants a kernel in another layout. That copy needs the parameter only
-    and would be made before the first convolution, so a kernel waits for its image. Nor is an image
-    laid as cuDNN wants it."""
+    """Writes a step for a GPU.
+
+    cuDNN wants a convolution's kernel in another layout. Its copy depends on the parameter alone
+    and would be made before the first convolution, so the kernel waits for its image. Images are
+    copied into another layout, too.
+    """
 
     copying = FORWARD_CONVOLUTIONS | INPUT_GRADIENTS | KERNEL_GRADIENTS
 
@@ -124,14 +127,15 @@ class _GpuWriter(_Writer):
 
 
 class LoweredStep:
-    """Runs one schedule as a step, compiled when it is called first; call it with a batch of the
-    traced shape.
+    """Runs one schedule as a step; call it with a batch of the traced shape. It is compiled at the
+    first call.
 
     Args:
         traced: from :func:`~keras_remat.backends.tensorflow.compiled.trace.trace`.
         schedule: a legal order for ``traced.graph``.
-        times: takes down how long it runs, while a recording is under way.
-        writing: see :mod:`keras_remat.backends.xla.protect`.
+        times: collects the seconds of its runs during a recording.
+        writing: how much of the schedule is protected; see
+            :mod:`keras_remat.backends.xla.protect`.
 
     Attributes:
         function: the step as a concrete function.
@@ -192,7 +196,7 @@ class LoweredStep:
 
 
 def ways_of(traced: CompiledStep) -> Ways:
-    """Returns the ways in which schedules of a step may be written where it will run."""
+    """Returns the ways of writing a step's schedules for its target."""
     batch, handles = traced.stateless.batch, traced.stateless.handles
     state = range(batch, batch + len(handles))
     return Ways(traced, traced.target.on_gpu, state, FORWARD_CONVOLUTIONS)

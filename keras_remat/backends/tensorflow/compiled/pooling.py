@@ -1,8 +1,8 @@
-"""The gradient of max pooling, with a start value of its own.
+"""Computes the gradient of max pooling with its own start value.
 
-XLA:GPU scatters it into an array of zeros, which it would share with every ReLU of its shape and
-keep from the first of them on. Added up from a zero that exists only when the gradient does, the
-array exists as long as it is needed.
+XLA:GPU scatters the gradient into an array of zeros. It would share that array with every ReLU of
+the same shape, and keep it alive from the first of them on. So the array starts from a zero that
+exists only when the gradient does: it is alive only as long as needed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from keras_remat.backends.tensorflow import private
 
 
 def with_start(node: Any, image: Any, gradient: Any, start: Any) -> Any | None:
-    """Returns what a ``MaxPoolGrad`` or ``MaxPool3DGrad`` computes, to the bit, where ``start`` is
+    """Returns the result of a ``MaxPoolGrad`` or ``MaxPool3DGrad``, bit for bit where ``start`` is
     zero; ``None`` for a layout or padding that Keras does not write.
 
     Args:
         node: the ``NodeDef``.
-        image: what was pooled, of known shape.
-        gradient: of the pooled image.
-        start: a scalar of their dtype.
+        image: the pooled op's input, of known shape.
+        gradient: gradient of the pooled op's output.
+        start: zero, as a scalar of their dtype.
     """
     windows, strides = ([*node.attr[name].list.i] for name in ("ksize", "strides"))
     padding, layout = node.attr["padding"].s, node.attr["data_format"].s
@@ -39,7 +39,6 @@ def with_start(node: Any, image: Any, gradient: Any, start: Any) -> Any | None:
 
 
 def _padding(size: int, window: int, stride: int) -> Sequence[int]:
-    """Returns how many elements stand before and after a dimension that keeps its size but for the
-    stride."""
+    """Returns the elements of padding before and after a dimension under ``SAME``."""
     total = max(0, (-(-size // stride) - 1) * stride + window - size)
     return [total // 2, total - total // 2]

@@ -1,5 +1,5 @@
-"""What each op of a compiled TensorFlow step costs, from shapes: nothing inside one XLA program can
-be timed from outside."""
+"""Estimates the cost of each op of a compiled TensorFlow step from shapes: nothing inside one XLA
+program can be timed from outside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.target import Rates, Target
 
 CPU_BUFFERS = {"StatelessRandomUniformV2": 4, "StatelessRandomUniform": 4}
-"""Operations XLA:CPU expands into loops that need buffers of the result's size, and how many."""
+"""Operation that XLA:CPU expands into a loop → how many buffers of the result's size it needs."""
 
 
 def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -> Profile:
@@ -31,8 +31,8 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
 
     Args:
         traced: from :func:`~keras_remat.backends.tensorflow.compiled.trace.trace`.
-        resident_bytes: bytes in use on the device between steps, if known; never less than what the
-            step's inputs need.
+        resident_bytes: bytes in use on the device between steps, if known; never less than the
+            bytes of the step's inputs.
     """
     program, graph = traced.program, traced.graph
     target = traced.target
@@ -49,7 +49,7 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
 
 
 def _flops(program: FlatProgram, equation: Equation, rates: Rates) -> float:
-    """Counts the arithmetic of one operation, in flops of a 32-bit product."""
+    """Counts the arithmetic of one operation, in flops of a 32-bit matrix product."""
     operands = [program.shapes[a] if isinstance(a, int) else (a.nbytes,) for a in equation.inputs]
     result = program.shapes[equation.outputs[0]]
     if equation.kind in op_kinds.MATMULS | op_kinds.CONVOLUTIONS:
@@ -74,7 +74,7 @@ def _cpu_buffer_bytes(program: FlatProgram, equation: Equation) -> int:
 
 
 def _gpu_buffer_bytes(program: FlatProgram, equation: Equation) -> int:
-    """Returns what XLA:GPU needs for one operation, beside its operands and result: copies of
+    """Returns the bytes XLA:GPU needs for one operation beside its operands and result: copies of
     kernels in cuDNN's layout, and indices of pooled elements."""
     if equation.kind in KERNEL_GRADIENTS:
         return int(program.sizes[equation.outputs[0]])

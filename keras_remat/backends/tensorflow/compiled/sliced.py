@@ -1,16 +1,16 @@
-"""Writes a step that XLA compiles with some of its ops in slices of the batch.
+"""Writes a compiled step with some of its ops in slices of the batch.
 
-How TensorFlow's ops run on a part is the table of
+How TensorFlow's ops run on a part is in the table of
 :mod:`~keras_remat.backends.tensorflow.graph.slice_rules`, as for steps in order: along the first
-axis of what they make, or of what they sum up. What is alike in every framework is the work of
-:mod:`keras_remat.backends.xla.sliced`. What is added to a program by slicing:
+axis of their results, or of the values they sum up. :mod:`keras_remat.backends.xla.sliced` has the
+code common to all frameworks. Slicing adds to a program:
 
 * a cut is ``Slice``;
 * a join is XLA's own update of a part of a buffer, and its first part begins the buffer by
   ``PadV2``: an array of zeros would exist from the step's very beginning;
 * a sum is ``AddV2``, in the order of the parts; a mean is divided by their number;
-* a part of a random op has its counter moved on by what the parts before it draw, and a constant
-  that tells a shape has the part's first number.
+* a part of a random op has its counter advanced by the numbers that earlier parts draw, and a
+  constant that is a shape gets the part's size as its first number.
 
 Loops and branches stay whole.
 """
@@ -51,7 +51,7 @@ from keras_remat.backends.xla.sliced import (
 )
 from keras_remat.core.slices import Role, SlicedGraph
 
-#: What the outputs of all parts are to the whole op's, in the words of every framework.
+#: TensorFlow's mode of an output (how the parts' outputs make the whole) → the common mode.
 _MODES: Mapping[OutputMode, Mode] = {"part": 0, "sum": SUM, "mean": MEAN}
 
 
@@ -60,7 +60,7 @@ class StepSlicer(ProgramSlicer[CompiledStep]):
 
     @cached_property
     def analysis(self) -> Analysis:
-        """Returns how the step's equations run on a part."""
+        """Returns the analysis of how the step's equations run on a part."""
         program: FlatProgram = self.step.program
         return Analysis(program, range(self.step.stateless.batch, program.n_given))
 
@@ -69,11 +69,11 @@ class StepSlicer(ProgramSlicer[CompiledStep]):
 
 
 class Analysis:
-    """Says how the equations of a program run on a part along the first axis.
+    """Finds how the equations of a program run on a part along the first axis.
 
     Args:
         program: the equations.
-        state: numbers of what is given and overwritten, or no part of the batch: read whole.
+        state: numbers of given values outside the batch, such as variables; they are read whole.
     """
 
     def __init__(self, program: FlatProgram, state: range):
@@ -92,8 +92,8 @@ class Analysis:
         return tuple(dim.size for dim in shape.dim)
 
     def modes(self, at: int) -> Found:
-        """Returns what each input of an equation is to a part of it, and what its outputs are;
-        ``None`` where it stays whole."""
+        """Returns the modes of an equation's inputs and outputs when it runs on a part; ``None``
+        where it stays whole."""
         if at not in self._modes:
             self._modes[at] = self._found(self.program.equations[at])
         return self._modes[at]
@@ -120,8 +120,8 @@ class Analysis:
         return found
 
     def sliced_op(self, equations: Sequence[int], outputs: Sequence[int]) -> SlicedOp | None:
-        """Returns how equations run on a part, the last of which computes ``outputs``; ``None``
-        where they stay whole."""
+        """Returns how equations run on a part; ``None`` where they stay whole. The last equation
+        computes ``outputs``."""
         found = self.modes(equations[-1])
         if found is None:
             return None
@@ -131,7 +131,7 @@ class Analysis:
     def _sliced(
         self, at: int, equation: Equation, asked: Sequence[set[Mode]]
     ) -> SlicedEquation | None:
-        """Returns how an equation makes what is asked of its outputs."""
+        """Returns how an equation makes its outputs in the modes asked for."""
         found = self.modes(at)
         (mode, *others) = {one for some in asked for one in some}
         if found is None or others or mode != _MODES[found[1]]:
@@ -152,7 +152,7 @@ class Analysis:
                     divides = gcd(divides, shape[0])
             found = self.modes(one.at)
             if found is not None and "counter" in found[0] and not one.is_whole:
-                # where it is 0, no number divides it but 1
+                # 0 means that only 1 divides it
                 divides = gcd(divides, whole_draws(self.shape(equation.outputs[0]) or ()) or 1)
         return divides
 
@@ -200,7 +200,7 @@ class _Writer(ProgramWriter[CompiledStep]):
         return (shape[0] // self._count, *shape[1:])
 
     def _literal(self, name: str, array: Any, dtype: Any) -> Literal:
-        """Returns a constant of its own, one for each name."""
+        """Returns a new constant, one for each name."""
         if name not in self._literals:
             array = np.asarray(array, dtype.as_numpy_dtype)
             node = tf.compat.v1.NodeDef(name=name, op="Const")
@@ -247,7 +247,7 @@ class _Writer(ProgramWriter[CompiledStep]):
         return [*before, made]
 
     def _reshaped(self, equation: Equation, read: Any, made: int) -> Equation:
-        """Returns the equation that a part of a view is, however it says its shape."""
+        """Returns the ``Reshape`` that a part of a view becomes, whatever its kind."""
         name = f"{equation.source.name}/slices"
         to = self._numbers(f"{name}/shape", self._shape(made))
         dtypes = {"T": self._dtypes[made], "Tshape": tf.int32}
@@ -255,9 +255,9 @@ class _Writer(ProgramWriter[CompiledStep]):
         return Equation(source, "Reshape", equation.scope, (read, to), (made,))
 
     def _later(self, name: str, counter: Any, drawn: int, scope: str) -> Equation:
-        """Returns the equation that moves a random op's counter on by so many numbers.
+        """Returns the equation that advances a random op's counter by ``drawn`` numbers.
 
-        It has 128 bits, of which TensorFlow draws the upper 64: the lower ones begin at 0.
+        The counter has 128 bits. TensorFlow draws the upper 64, and the lower ones begin at 0.
         """
         steps = self._literal(f"{name}/steps", [drawn // DRAWN_AT_ONCE, 0], tf.uint64)
         source = self._node(name, "AddV2", T=tf.uint64)

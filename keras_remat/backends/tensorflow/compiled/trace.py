@@ -1,8 +1,9 @@
-"""Keras's whole TensorFlow train step as a graph of the values XLA will put into memory.
+"""Traces Keras's whole TensorFlow train step as a graph of the values XLA will put into memory.
 
 ``train_step`` is traced as for ``jit_compile=True`` (loops and their gradients are traced
 differently for XLA), made stateless (:mod:`.flatten`), cut into clusters and ordered
-(:mod:`keras_remat.backends.xla.fused_graph`). Backward is what the gradient tape traced.
+(:mod:`keras_remat.backends.xla.fused_graph`). Operations that the gradient tape traced are the
+backward phase.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class CompiledStep(FusedStep):
 
     Args:
         stateless: the step as a pure function, which ``program`` computes.
-        output_structure: what ``train_step`` returned, as
-            :func:`~keras_remat.backends.tensorflow.graph.step.without_graph` returns it.
-        variables: what it touches.
+        output_structure: structure of ``train_step``'s result, from
+            :func:`~keras_remat.backends.tensorflow.graph.step.without_graph`.
+        variables: the variables that the step touches.
         target: where it will run.
-        function: Keras's own step, where a compiler tells what it takes; ``None`` on a GPU that is
-            there, and where Keras does not compile it.
+        function: Keras's own step, where a compiler can report its bytes; ``None`` on a live GPU,
+            and where Keras does not compile it.
         plain_is_compiled: whether Keras compiles its own step.
     """
 
@@ -52,12 +53,12 @@ class CompiledStep(FusedStep):
 
     @cached_property
     def made_bytes(self) -> int:
-        """Returns the bytes of all that the step's operations make."""
+        """Returns the bytes of all values that the step's operations make."""
         return sum(self.program.sizes[self.program.n_given :])
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
-        """Returns what Keras's own step is predicted to need. Of one that is not compiled nothing
-        here tells which values are alive at once: all that it makes are more than that."""
+        """Returns the predicted peak of Keras's own step. If that step is not compiled, nothing
+        here says which values are alive at once, so all values together are an upper bound."""
         if self.plain_is_compiled:
             return super().plain_peak_bytes(problem, memory)
         return problem.profile.resident_bytes + self.made_bytes
@@ -75,7 +76,7 @@ def trace(
     Args:
         model, batch, micro_batches: as in
             :func:`keras_remat.backends.tensorflow.graph.trace.trace`.
-        like: the same step for another batch size, if its ops are wanted.
+        like: the same step for another batch size, if the same ops are wanted.
         target: where the step will run; the live device, if not given.
 
     Raises:

@@ -1,9 +1,9 @@
-"""A traced step, or a branch of one, written down without state.
+"""Rewrites a traced step, or a branch of one, without state.
 
-The operations are taken in the order they were traced in, which is the one that automatic control
-dependencies stand for. A read is the variable's value, and a change makes a new one. A branch that
-changes variables (an optimizer that scales the loss skips steps by one) gets their values and
-returns the new ones.
+Operations are visited in traced order, the order that automatic control dependencies enforce.
+Reading a variable becomes its current value; changing it makes a new value. A branch that changes
+variables (an optimizer that scales the loss has one, to skip steps) gets their values and returns
+the new ones.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ from keras_remat.errors import UnsupportedModelError
 
 
 def value_name(handle: str) -> str:
-    """Returns the name of the placeholder for a variable's value, from that for its handle."""
+    """Returns the name of the placeholder for a variable's value.
+
+    Args:
+        handle: name of the placeholder for the variable's handle.
+    """
     return f"{handle}/value"
 
 
 class Walk:
-    """Runs through the operations in traced order and writes them down without state.
+    """Visits the operations in traced order and writes them without state.
 
     Args:
-        graph: of a step, or of a branch.
-        captures: placeholder → the variable's handle, or the other tensor, that it stands for.
+        graph: graph of a step or of a branch.
+        captures: placeholder → the variable's handle or other tensor that it stands for.
         library: the functions of the step; pure branches are added to it.
     """
 
     def __init__(self, graph: Any, captures: Mapping[str, Any], library: Any):
         self.graph, self._captures, self._library = graph, captures, library
         self._is_pure = calls_without_effect(library, ALIASES | NOTHING)
-        self._same: dict[str, str] = {}  # tensor → the tensor it is
-        self._handle: dict[str, str] = {}  # node → the captured variable it hands on
+        self._same: dict[str, str] = {}  # traced tensor → the equal tensor of the pure graph
+        self._handle: dict[str, str] = {}  # node → the captured variable whose handle it returns
         self.state: dict[str, str] = {}  # variable → its current value
         self.nodes: list[Any] = []
         self._specs: dict[str, Any] = {}
@@ -48,7 +52,7 @@ class Walk:
             self._visit(nodes[operation.name])
 
     def tensor(self, name: str) -> str:
-        """Returns the pure graph's tensor for one of the traced graph's."""
+        """Returns the pure graph's tensor for a tensor of the traced graph."""
         return self._same.get(tensor_key(name), tensor_key(name))
 
     def placeholder(self, name: str) -> Any:
@@ -90,9 +94,9 @@ class Walk:
             )
 
     def _known_shapes(self, node: Any) -> bool:
-        """Writes a node that tells shapes as constants; returns whether they are known.
+        """Writes the results of a shape op as constants; returns whether the shapes are known.
 
-        Grappler infers fewer of them, and what tells a shape would read the value as long as that.
+        Grappler infers fewer shapes, and a shape op would keep the value alive until it runs.
         """
         shapes = [x.shape for x in self.graph.get_operation_by_name(node.name).inputs]
         if not all(shape.is_fully_defined() for shape in shapes):
@@ -127,14 +131,14 @@ class Walk:
         return f"{name}:0"
 
     def current(self, handle: str) -> str:
-        """Returns the tensor that is a variable's value now."""
+        """Returns the tensor with a variable's current value."""
         if handle not in self.state:
             self._specs[value_name(handle)] = private.variable_spec(self._captures[handle])
             self.state[handle] = f"{value_name(handle)}:0"
         return self.state[handle]
 
     def _access(self, node: Any, handles: Sequence[str], inputs: list[str]) -> None:
-        """Writes an operation on one variable as one on its current value."""
+        """Writes an operation on one variable as an operation on its current value."""
         handle, name = handles[0], node.name
         if len(handles) > 1 or node.op not in _ACCESS:
             raise UnsupportedModelError(
@@ -167,8 +171,8 @@ class Walk:
             self._typed(T=spec.dtype)
 
     def _branch(self, node: Any, inputs: Sequence[str]) -> None:
-        """Writes a condition whose branches read or change variables, as one that gets their values
-        and returns the new ones."""
+        """Writes a condition whose branches read or change variables. The new one gets their values
+        and returns the new values."""
         condition, *operands = inputs
         handles = [self._handle.get(node_of(operand)) for operand in operands]
         functions = {function.signature.name: function for function in self._library.function}
@@ -205,7 +209,7 @@ class Walk:
             self.state[handle] = f"{node.name}:{at}"
 
     def _walk(self, definition: Any, handles: Sequence[str | None]) -> Walk:
-        """Runs through a branch, which gets variables for some of its arguments."""
+        """Visits a branch, some of whose arguments are variables."""
         graph = private.function_graph(definition, self.graph)
         captures = {
             argument.op.name: self._captures[handle]
@@ -223,10 +227,10 @@ class Walk:
         """Returns a branch as a pure function.
 
         Args:
-            plain: numbers of the arguments that are no variables: its first ones.
-            used: numbers of those that are variables, whose values come next and whose new values
-                it returns last.
-            specs: of its arguments.
+            plain: positions of the arguments that are not variables; they come first.
+            used: positions of the variables among the arguments; their values come next, and their
+                new values are returned last.
+            specs: specs of the new function's arguments.
         """
         names = [argument.op.name for argument in self.graph.inputs]
         new = [self.current(names[at]) for at in used]
@@ -261,4 +265,4 @@ _ACCESS = {
     "ResourceScatterSub": "TensorScatterSub",
     "ResourceScatterUpdate": "TensorScatterUpdate",
 }
-"""Operations on a variable, and what they are on its value."""
+"""Operation on a variable → the operation on its value."""

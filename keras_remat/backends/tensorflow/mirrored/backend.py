@@ -1,4 +1,4 @@
-"""TensorFlow op by op on several replicas: one is traced and planned, and all run its order."""
+"""Runs TensorFlow op by op on several replicas: one is traced and planned, all run its order."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def trains_on_several_devices(model: Any) -> bool:
 
 
 class MirroredBackend(TensorFlowBackend):
-    """Knows the verbs of :class:`keras_remat.backends.base.Backend` for all replicas of one model.
+    """Implements :class:`keras_remat.backends.base.Backend` for all replicas of one model.
 
     Args:
-        model: inside ``fit``.
+        model: the model, inside ``fit``.
     """
 
     runs_slices = False
@@ -121,7 +121,8 @@ class MirroredBackend(TensorFlowBackend):
                 "micro-batches."
             )
         if self._is_first and not on_gpu():
-            # logical CPUs share a variable's bytes until it is written: written, they are resident
+            # logical CPUs share a variable's bytes until it is written: write it, so that each
+            # one's copy is resident
             self.snapshot(model)()
         self._is_first = False
         return super().trace(model, batch)

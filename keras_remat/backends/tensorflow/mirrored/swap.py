@@ -1,4 +1,4 @@
-"""Take the place of Keras's train function under a strategy, whose iterators give divided
+"""Takes the place of Keras's train function under a strategy, whose iterators yield divided
 batches."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, divided
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 
-#: Functions of Keras's that trained batches here which all have one size.
+#: Keras's train functions that were used here for batches of one fixed size.
 _COUNT_SAMPLES: WeakSet[Any] = WeakSet()
 
 
 class MirroredTrainFunction(InstalledTrainFunction):
-    """Is the train function of one ``fit`` under a strategy.
+    """Acts as the train function of one ``fit`` under a strategy.
 
-    A batch of ``train_on_batch``, which every replica trains whole, is left to Keras's own step.
+    Keras's own step trains the batches of ``train_on_batch``, which every replica gets whole.
     """
 
     def __call__(self, iterator: Any) -> Any:
@@ -45,8 +45,8 @@ class MirroredTrainFunction(InstalledTrainFunction):
         return tf.nest.map_structure(read, batch)
 
     def as_given(self, batch: Any) -> Any:
-        """Divides a batch among the replicas: each gets samples that follow each other, and the
-        first ones get one more where they do not divide evenly."""
+        """Divides a batch among the replicas. Each gets consecutive samples; where they do not
+        divide evenly, the first replicas get one more."""
         strategy = self._model.distribute_strategy
         return tf.nest.map_structure(
             lambda leaf: (
@@ -64,10 +64,10 @@ class MirroredTrainFunction(InstalledTrainFunction):
         return self._traced(function, iter([given]))
 
     def _is_for_original(self, batch: Any) -> bool:
-        """Returns whether the original may train a batch.
+        """Returns whether the original function may train a batch.
 
-        It keeps one trace for a size, also where Keras's own step is traced for any: what it keeps
-        of batches that all have that size counts samples, and of others it must not.
+        It keeps one trace per size, also where Keras's own step is traced for any size. A trace
+        made where all batches have one size counts samples; a trace for other data must not.
         """
         if self._data is None:
             return True

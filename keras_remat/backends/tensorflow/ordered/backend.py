@@ -1,5 +1,5 @@
-"""TensorFlow op by op: the executor obeys an order, and the allocator's peak can be measured, on a
-CPU too."""
+"""Runs TensorFlow op by op: the executor obeys an order, and the allocator's peak can be measured,
+on a CPU too."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class _Recorder:
     """Holds a :class:`.profiler.recorder.Recorder` behind the backend's interface.
 
     Args:
-        memory: is told what a recording shows of the allocator's pool; ``None`` where the pool is
-            not one step's alone.
+        memory: memory model that gets the recorded pool; ``None`` where several replicas share the
+            pool.
 
     Attributes:
         remark: why the op times of the profile are estimates; empty where they were measured.
@@ -73,7 +73,7 @@ class _Recorder:
 
 
 class TensorFlowBackend:
-    """Knows the verbs of :class:`keras_remat.backends.base.Backend`."""
+    """Implements :class:`keras_remat.backends.base.Backend` for steps in order."""
 
     name = "tensorflow"
     compilation = "ordered"
@@ -85,15 +85,16 @@ class TensorFlowBackend:
     _installed: InstalledTrainFunction | None = None
 
     def __init__(self) -> None:
-        # what the traced steps touch, by the id of its handle, and the ids of what they may write
+        # id of its handle → variable that traced steps touch; and the ids of those they may write
         self._touched: dict[int, Any] = {}
         self._written: set[int] = set()
-        # large constants of lowered steps, for as long as one of those holds them
+        # large constants of lowered steps, while a step holds them
         self._constants: MutableMapping[bytes, tf.Tensor] = WeakValueDictionary()
 
     @property
     def guesses_workspaces(self) -> bool:
-        """Returns whether cuDNN may choose its kernels; TensorFlow's own tell by their shapes."""
+        """Returns whether cuDNN may choose kernels; the workspace of TensorFlow's own follows from
+        their shapes."""
         return on_gpu()
 
     @property
@@ -103,12 +104,12 @@ class TensorFlowBackend:
 
     @cached_property
     def device(self) -> measure.TensorFlowDevice:
-        """Makes it when it is first asked: TensorFlow makes its devices then."""
+        """Returns the device. It is made on first use, since that makes TensorFlow's devices."""
         return measure.TensorFlowDevice()
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Makes it when it is first asked: probing the allocator makes tensors."""
+        """Returns the memory model, made on first use: probing the allocator makes tensors."""
         return allocator_memory(self.device)
 
     def check(self, model: Any) -> str | None:
@@ -144,7 +145,7 @@ class TensorFlowBackend:
             traced = self._traced(model, batch, micro_batches)
         self._touched.update({id(v.handle): v for v in traced.variables.all})
         self._written.update(id(v.handle) for v in traced.variables.written)
-        # what tracing makes shares its zeros until it is written
+        # variables made while tracing share their zeros until they are written: write them now
         parts = model.distribute_strategy.experimental_local_results
         variables.snapshot([part for variable in made for part in parts(variable)])()
         return traced
@@ -154,7 +155,7 @@ class TensorFlowBackend:
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         profile = profiling.estimated_profile(traced, resident_bytes)
-        in_use = sum(nbytes(constant) for constant in self._constants.values())  # by other steps
+        in_use = sum(nbytes(constant) for constant in self._constants.values())  # of other steps
         more_bytes = max(0, sum(traced.held_bytes) - in_use)
         return replace(profile, resident_bytes=profile.resident_bytes + more_bytes)
 
@@ -195,16 +196,16 @@ class TensorFlowBackend:
 
 
 def smallest_counted_bytes(device: measure.TensorFlowDevice) -> int:
-    """Returns the smallest request that the allocator counts: oneDNN's leaves small ones out."""
+    """Returns the bytes of the smallest request that the allocator counts."""
     return best_fit.ONEDNN_SMALL_BYTES if device.allocator == "onednn" else 0
 
 
 def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
-    """Returns the memory model of the device's allocator, which is probed, not assumed."""
+    """Returns the memory model for the device's allocator, which is probed."""
     if device.allocator not in ("bfc", "onednn"):
         return SimulatedMemory()
     smallest_bytes = smallest_counted_bytes(device)
-    # of a GPU's one region nearly all is free in one piece, which is what is assumed
+    # no look on a GPU: nearly all of its one region is free in one piece, as the model assumes
     is_seen = not on_gpu() and not device.is_shared
     return ReplayedMemory(
         smallest_bytes=smallest_bytes,
@@ -215,12 +216,13 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
 
 
 def _build_optimizer(model: Any) -> None:
-    """Makes the slots that Keras's own step would make while it is traced, which spares a trace.
-    They get the names that they have there, also those of an optimizer in another one.
+    """Makes the optimizer's slots before tracing, which spares a trace.
 
-    A ``train_step`` of the user's own may update a part of the variables: it makes its slots
-    itself. So does the first step of a model with layers that have no weights yet: Keras's
-    ``model.build(shape)`` may leave them so, and takes the model for built.
+    They get the same names as in Keras's own step, also those of an optimizer inside another one.
+
+    Two kinds of models make their slots themselves, in the first step. A user's ``train_step`` may
+    update only some variables. And a model that Keras takes for built after ``model.build(shape)``
+    may have layers without weights yet.
     """
     optimizer = getattr(model, "optimizer", None)
     steps_itself = is_own(model, "train_step", keras.Model)

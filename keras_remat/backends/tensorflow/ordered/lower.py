@@ -1,18 +1,20 @@
-"""Turn an order of ops into a TensorFlow function that runs it.
+"""Turns an order of ops into a TensorFlow function that runs it.
 
-The optimized graph is written once more, node by node in the order of the schedule; an op that
-repeats becomes a copy under another name, and a reader reads the newest copy before it. Views are
-copied with the instance they look at. Control edges carry what no tensor does: assignments after
-the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`).
-The function runs verbatim: neither Grappler nor a common-subexpression pass sees
-it, by a configuration that travels with the call. TensorFlow folds constants all the same, when a
-function first runs; large ones would stay in use and are in no plan, so a constant that such an op
-reads is an argument of the function.
+The optimized graph is written again, node by node in the order of the schedule. An op that repeats
+becomes a copy under another name, and a reader reads the newest copy before it. Views are copied
+with the instance they look at. Control edges enforce the order that tensors do not: assignments
+after the reads they follow (S4), and the order of ops that touch the allocator's pool
+(:mod:`.ordering`).
 
-Loops and branches are marked for TensorFlow's lowering to ``Switch`` and ``Merge``, which runs an
-LSTM's step in two thirds of the time of calls of functions and computes the same bits. Few of a
-loop's iterations run at once: what more of them hold differs from step to step. Where kernels of a
-body ask for scratch of tens of MiB, one iteration does (:mod:`..graph.kernel_scratch`).
+The function runs verbatim: a configuration that travels with the call keeps Grappler and the
+common-subexpression pass away. TensorFlow still folds constants when a function first runs. Large
+results would stay in use and are in no plan, so a constant that such an op reads becomes an
+argument of the function.
+
+Loops and branches are marked for TensorFlow's lowering to ``Switch`` and ``Merge``. It runs an
+LSTM's step in two thirds of the time of function calls and computes the same bits. Only two
+iterations of a loop run at once, since the memory of more differs from step to step. Only one does
+if kernels of the body request scratch of tens of MiB (:mod:`..graph.kernel_scratch`).
 """
 
 from __future__ import annotations
@@ -45,23 +47,24 @@ from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 
-#: As fast as the ten that TensorFlow's loops have by default.
+#: As fast as TensorFlow's default of ten.
 _PARALLEL_ITERATIONS = 2
 
 
 class LoweredStep:
-    """Runs one schedule as a train step, whose ops may change places as far as the allocator's pool
-    does not see it; call it with a batch of the traced shape.
+    """Runs one schedule as a train step; call it with a batch of the traced shape.
+
+    Ops that do not touch the allocator's pool may run in another order.
 
     Args:
         traced: the step the problem's graph came from.
-        problem: its graph and costs, and the budget; without one, a schedule that recomputes
-            nothing is no order at all.
+        problem: its graph, costs and budget. Without a budget, a schedule that recomputes nothing
+            runs in no order.
         schedule: a legal order.
-        smallest_bytes: what the pool serves at least; 0 orders all that holds data.
-        any_size: whether plain ``fit`` does not know the batch's size (:mod:`..graph.counts`).
-        constants: by their content, those that other steps hold, with which this one shares them:
-            a copy may be handed a free chunk of nearly twice its size.
+        smallest_bytes: bytes of the pool's smallest request; 0 orders every op that holds data.
+        any_size: whether plain ``fit`` does not know the batch size (:mod:`..graph.counts`).
+        constants: content → constant that other steps hold. Sharing matters, since the allocator
+            may put a copy into a free chunk of nearly twice its size.
     """
 
     def __init__(
@@ -128,8 +131,7 @@ class _Writer:
         self.ends: list[str] = []  # what the step returns, as tensor names
 
     def write(self, ordered: Sequence[bool]) -> Any:
-        """Returns the GraphDef; an op at a position that is ``ordered`` runs after the last such op
-        before it."""
+        """Returns the GraphDef. An op at an ``ordered`` position runs after the last such op."""
         graph = self.traced.graph
         before: tuple[str, ...] = ()
         for op_id, waits in zip(self.schedule.order, ordered, strict=True):
@@ -143,8 +145,7 @@ class _Writer:
         return document
 
     def _finish(self, last: Sequence[str]) -> None:
-        """Writes the node that waits for all effects, and for the last nodes that others would have
-        waited for."""
+        """Writes the node that waits for all effects and for the nodes of the last ordered op."""
         done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")
         graph = self.traced.graph
         once = (
@@ -183,8 +184,8 @@ class _Writer:
         self._nodes.append(copy)
 
     def _controls(self, node: Any) -> list[str]:
-        """Returns what the node waits for beyond its data: every copy so far of the ops behind its
-        control edges."""
+        """Returns the nodes that a node waits for beside its data: every copy so far of the ops
+        behind its control edges."""
         graph, op_id = self.traced.graph, self.traced.op_id.get(node.name)
         if op_id is None:
             effects = (self.traced.effects_behind[i] for i in control_inputs(node))
@@ -195,7 +196,7 @@ class _Writer:
         return [copy for name in names for copy in self._copies.get(name, ())]
 
     def _tensor(self, tensor: str) -> str:
-        """Returns the tensor's newest instance, views written on demand."""
+        """Returns the tensor's newest instance; writes views on demand."""
         name, index = split_input(tensor)
         if name not in self.traced.folded:
             return f"{self._copies[name][-1]}:{index}"
@@ -214,9 +215,9 @@ class _Writer:
 
 
 def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
-    """Returns names of constants that are handed to the function: one behind every op with a large
-    output that depends on constants alone."""
-    first: dict[str, str] = {}  # name of a node that depends on constants alone → the first of them
+    """Returns names of the constants that become arguments of the function: one for every op that
+    has a large output and depends on constants alone."""
+    first: dict[str, str] = {}  # node that depends on constants alone → the first of the constants
     found: set[str] = set()
     sources = {name: [node_of(i) for i in data_inputs(node)] for name, node in traced.nodes.items()}
     for name in TopologicalSorter(sources).static_order():
@@ -236,7 +237,7 @@ def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
 
 
 def _shared(written: Any, constants: MutableMapping[bytes, tf.Tensor]) -> tf.Tensor:
-    """Returns a constant as a tensor: the one of the same content, where there is one."""
+    """Returns a constant as a tensor, shared with an equal constant where there is one."""
     key = sha256(written.SerializeToString(deterministic=True)).digest()
     known = constants.get(key)
     if known is None:
@@ -247,9 +248,12 @@ def _shared(written: Any, constants: MutableMapping[bytes, tf.Tensor]) -> tf.Ten
 def _build(
     traced: TensorFlowStep, writer: _Writer, document: Any, constants: Mapping[str, Any]
 ) -> Any:
-    """Returns the concrete function of a written GraphDef: batch and constants in, ``train_step``'s
-    tensors out, every effect done. Replicas run side by side: no control edge leads from one to
-    another, and what they return is averaged, as Keras does."""
+    """Returns the concrete function of a written GraphDef.
+
+    It takes the batch and the constants, and returns ``train_step``'s tensors once every effect is
+    done. Replicas run side by side: no control edge leads from one to another. Their results are
+    averaged, as Keras does.
+    """
     count = len(traced.inputs)
 
     def build(*placeholders: Any) -> list[Any]:

@@ -1,20 +1,19 @@
-"""Which ops of an order wait for the ones before them.
+"""Decides which ops of an order wait for the ones before them.
 
-The allocator's peak follows an order exactly only where everything that allocates or frees happens
-in that order: ops that run ahead take their buffers earlier, and from other chunks of the pool in
-every step, so that the peak jumps by several percent from step to step and nothing can be
-predicted. So every op that touches the pool waits for the one before it that does. What it costs in
-parallelism between ops is small, since an op of that size uses all cores by itself. All other ops,
-the many small ones, run as soon as their inputs are there; recomputations among them wait too, or
-they would run early and their values be there for nothing.
+The allocator's peak follows an order exactly only if every allocation and deallocation happens in
+that order. Ops that run ahead take their buffers earlier, and from other chunks of the pool in
+every step: the peak jumps by several percent from step to step and cannot be predicted. So every op
+that touches the pool waits for the last such op. This costs little parallelism between ops, since
+an op of that size uses all cores by itself. All other ops, the many small ones, run as soon as
+their inputs are there. Only recomputed ones among them wait too; otherwise they would run early,
+which makes recomputing pointless.
 
-On a GPU, ops of one stream run in the order in which they are enqueued anyway, and waiting costs
-nothing between them. An op that runs on the host, or keeps its outputs there, is different: a
-control edge to it from a kernel is a copy that waits until the GPU is idle. Such ops are never
-waited for, and wait for none.
+On a GPU, ops of one stream run in the order in which they are enqueued, and waiting costs nothing.
+An op that runs on the host, or keeps its outputs there, is different: a control edge from a kernel
+to it is a copy that waits until the GPU is idle. No op waits for such an op, and it waits for none.
 
-Where nothing is computed twice and no budget is to be kept, nothing waits: the step runs as
-TensorFlow runs the plain one, and is as fast.
+If nothing is recomputed and there is no budget, no op waits: the step runs as TensorFlow runs the
+plain one, and is as fast.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.units import KIB
 
-#: What allocates less is not worth waiting for, on no allocator; oneDNN's does not even count it.
+#: Smaller allocations are not worth waiting for on any allocator; oneDNN's does not count them.
 SMALL_BYTES = 256 * KIB
 
 
@@ -39,9 +38,9 @@ def ordered_positions(
     """Returns for every position of the order whether its op runs after the last such op before it.
 
     Args:
-        problem: the graph, its costs, and the budget that the order keeps, if it has to keep one.
+        problem: the graph, its costs, and the budget, if any.
         schedule: a legal order.
-        smallest_bytes: what the allocator's pool serves at least
+        smallest_bytes: bytes of the smallest request that the allocator's pool serves
             (:data:`~.best_fit.ONEDNN_SMALL_BYTES` on the CPU).
         on_host: ids of ops that take no memory of the device.
     """
@@ -54,7 +53,7 @@ def ordered_positions(
     touches = [
         op.id not in on_host
         and (
-            op.kind in kinds.CONTROL_FLOW  # what its body needs is not told
+            op.kind in kinds.CONTROL_FLOW  # the memory of its body is unknown
             or workspace[op.id] >= max(1, smallest_bytes)
             or any(pooled[v] for v in (*op.inputs, *op.outputs))
         )

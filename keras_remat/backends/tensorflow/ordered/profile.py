@@ -1,12 +1,10 @@
-"""Profiles of a traced step: estimated from shapes before anything has run, measured from real
-training steps afterwards.
+"""Profiles a traced step: estimates it from shapes, then measures it in real training steps.
 
-The measured profile reads a recording of TensorFlow's own profiler (:mod:`..profiler`), which holds
-two things this package needs: how long every op ran, and every allocation with the op that made it,
-so workspace is measured too.
+The measured profile reads a recording of TensorFlow's own profiler (:mod:`..profiler`). It contains
+how long every op ran, and every allocation with the op that made it, so workspace is measured too.
 
-On a GPU the profiler may see no kernels, for want of a privilege. Then op times stay estimates, in
-proportion to the measured step; :func:`blindness` says why.
+On a GPU the profiler may see no kernels, because a privilege is missing. Then op times stay
+estimates, in proportion to the measured step; :func:`blindness` says why.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
 from keras_remat.core.target import GPU_RATES
 
-#: By how much an output's request may be off its bytes, and by what share of them.
+#: How much the request for an output may differ from its bytes: in bytes, or as a share of them.
 _ALIGNMENT_BYTES, _PADDING = 256, 0.01
 
 # Rates of a CPU for estimates; only their ratio decides what is cheap to recompute.
@@ -45,15 +43,15 @@ _START = attrgetter("start_ps")
 
 
 def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
-    """Returns a profile from shapes alone: floating-point operations or bytes moved at fixed rates,
-    whichever takes longer.
+    """Returns a profile from shapes alone.
 
-    Workspace is what :mod:`.scratch` expects.
+    An op takes its floating-point operations or its bytes moved at fixed rates, whichever is
+    longer. Workspace is estimated by :mod:`.scratch`.
 
     Args:
         traced: the step.
         resident_bytes: bytes in use on the device between steps; ``None`` where the allocator keeps
-            no statistics, then what the step's inputs need.
+            no statistics: then the bytes of the step's inputs.
     """
     ops, on_gpu = traced.graph.ops, device.on_gpu()
     return Profile(
@@ -91,8 +89,8 @@ def multiply_adds(
     if node.op in kinds.MATMULS:
         # (m·k)(k·n)(m·n) = (m·n·k)², batch dimensions aside
         return 2.0 * prod(float(prod(shape)) for shape in (*shapes[:2], shapes[-1])) ** 0.5
-    # Every element of the kernel meets every position of the smaller image, which a stride leaves;
-    # a gradient's sizes come as a vector.
+    # Every element of the kernel meets every position of the smaller image (with a stride, one
+    # image is smaller). A gradient op gets the sizes of its result as a vector, not as a tensor.
     at = len(shapes) - 1 if "BackpropFilter" in node.op else 1
     kernel, channels = shapes[at], 1 if node.attr["data_format"].s.startswith(b"NC") else -1
     images = [shape for i, shape in enumerate(shapes) if i != at and len(shape) == len(kernel)]
@@ -118,8 +116,8 @@ def blindness(recording: Recording) -> str:
 def measured_profile(
     lowered: LoweredStep, recording: Recording, resident_bytes: int | None
 ) -> Profile | None:
-    """Returns the profile that a recording of ``lowered``'s steps shows, or ``None`` when it shows
-    fewer than half of its ops.
+    """Returns the profile measured in a recording of ``lowered``'s steps; ``None`` if it shows
+    fewer than half of the ops.
 
     Ops without an event keep the estimate. On a GPU an op costs its kernels or its launch,
     whichever is longer, and all times are scaled so that the schedule takes as long as the measured
@@ -160,15 +158,15 @@ def measured_profile(
 
 
 class _Nodes:
-    """Says which op every node of a lowered step belongs to, and when it ran.
+    """Finds the op that each node of a lowered step belongs to, and when it ran.
 
     Attributes:
         lowered: the step.
-        planes: of its recording.
-        op_of: a node's name → op id.
-        loops: those of them that are loops or branches.
-        compiled: those of them that are calls of what XLA compiles, whatever the rest does. They
-            have no event as other ops have, and what they ask for does not say who asks.
+        planes: planes of its recording.
+        op_of: name of a node → op id.
+        loops: name of a node that is a loop or branch → op id.
+        compiled: names of nodes that call a function compiled by XLA. They have no event like those
+            of other ops, and their allocations do not name an op.
     """
 
     def __init__(self, lowered: LoweredStep, planes: Sequence[Any]):
@@ -187,16 +185,16 @@ class _Nodes:
         self.compiled = {name for name, op_id in self.op_of.items() if is_compiled(handles[op_id])}
 
     def runs(self) -> Iterator[events.NodeEvent]:
-        """Yields the runs of nodes."""
+        """Yields all runs of nodes, compiled calls last."""
         yield from events.node_events(self.planes)
         yield from self.compiled_calls
 
     @cached_property
     def compiled_calls(self) -> Sequence[events.NodeEvent]:
-        """Returns the runs of those that XLA compiles, in the order of time.
+        """Returns the runs of compiled calls, in the order of time.
 
-        The executor may go on from inside of a call, so that its event lasts into the next step:
-        a run has ended when what reads its outputs begins.
+        The executor may continue with other ops from inside a call, so that the call's event lasts
+        into the next step. So a run ends at the latest when a reader of its outputs begins.
         """
         if not self.compiled:
             return ()
@@ -217,7 +215,7 @@ class _Nodes:
         self, op_ids: Iterable[int], runs: Iterable[events.NodeEvent]
     ) -> dict[int, Sequence[int]]:
         """Returns op id → when nodes that read its outputs began, in picoseconds, ascending."""
-        made_by: dict[int, list[int]] = defaultdict(list)  # reader → those that it reads
+        made_by: dict[int, list[int]] = defaultdict(list)  # reader → ops whose outputs it reads
         for op_id in op_ids:
             for reader in {r for v in self.graph.ops[op_id].outputs for r in self.graph.readers[v]}:
                 made_by[reader].append(op_id)
@@ -229,8 +227,8 @@ class _Nodes:
         return {op_id: sorted(starts) for op_id, starts in times.items()}
 
     def op(self, name: str) -> int | None:
-        """Returns the op that a node is, or the loop or branch that it was written out from, whose
-        name is in front; ``None`` where it is neither's."""
+        """Returns the op of a node. A node inside a loop or branch, whose name begins with the
+        loop's, belongs to the loop. ``None`` for any other node."""
         if name in self.op_of:
             return self.op_of[name]
         at = name.find("/")
@@ -242,10 +240,11 @@ class _Nodes:
 
 
 def _durations(nodes: _Nodes) -> dict[int, dict[int, list[float]]]:
-    """Returns op id → each of its nodes → the seconds of its runs, as the executor saw them."""
+    """Returns op id → part (position of the node in the op) → seconds of its runs, as the executor
+    saw them."""
     part_of = {name: part for names in nodes.lowered.names for part, name in enumerate(names)}
     durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    inside: dict[int, float] = defaultdict(float)  # of a loop or branch, all kernels in it
+    inside: dict[int, float] = defaultdict(float)  # loop or branch → seconds of all nodes in it
     for node, _, duration_ps in nodes.runs():
         op_id = nodes.op(node)
         if op_id is not None and node in part_of:
@@ -260,13 +259,12 @@ def _durations(nodes: _Nodes) -> dict[int, dict[int, list[float]]]:
 
 
 def _runs(durations: dict[int, dict[int, list[float]]]) -> float:
-    """Returns how often a step's node ran."""
+    """Returns how often a node of the step ran, as a median."""
     return median(len(seconds) for parts in durations.values() for seconds in parts.values())
 
 
 def _kernel_times(nodes: _Nodes, durations: dict[int, dict[int, list[float]]]) -> dict[int, float]:
-    """Returns op id → the seconds of the kernels of one run of it; empty where no kernels were
-    seen."""
+    """Returns op id → seconds of the kernels of one run; empty where no kernels were seen."""
     totals: dict[int, float] = defaultdict(float)
     for node, seconds in events.kernel_times_s(nodes.planes).items():
         op_id = nodes.op(node)
@@ -277,30 +275,34 @@ def _kernel_times(nodes: _Nodes, durations: dict[int, dict[int, list[float]]]) -
     result = {}
     for op_id, total_s in totals.items():
         counted = [len(seconds) for seconds in durations.get(op_id, {}).values()]
-        # of a loop only the sum is known
+        # for a loop only the sum is known
         ran = max(counted) if counted and op_id not in nodes.loops.values() else 0
         result[op_id] = total_s / (ran or runs * copies.get(op_id, 1))
     return result
 
 
 def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
-    """Returns op id → the most bytes it asked for at once, without its outputs.
+    """Returns op id → the most bytes of workspace it held at once, without its outputs.
 
-    Kernels of oneDNN may have an output more than their op; and some kernels, such as reductions,
-    ask for their output as if it were workspace: what is as large as an output and outlives the op
-    is one. What outlives an op that makes a list is in its lists. Of all that a loop or branch
-    holds at once, what exceeds its outputs is workspace: lists that nobody reads are gone before
-    the loop has ended. What nobody asks for while a call runs that XLA has compiled is the call's.
+    Requests count as follows:
+
+    * Some kernels, such as reductions, request their output as if it were workspace: a request as
+      large as an output that outlives the op is an output. oneDNN's kernels may have one output
+      more than their op: it counts as workspace.
+    * A request that outlives an op that makes a list is in its lists.
+    * The workspace of a loop or branch is the most bytes it holds at once, less its outputs: lists
+      that nobody reads are freed before the loop ends.
+    * Requests without an op's name belong to the compiled call that runs at that time.
 
     Args:
-        nodes: of the step; all that is asked for inside of a loop or branch is its workspace.
-        memory: as :func:`.events.allocation_events` returns it.
+        nodes: nodes of the step; every request inside a loop or branch is the loop's.
+        memory: from :func:`.events.allocation_events`.
     """
     freed, ends, graph = _freed(memory), _ends(nodes), nodes.graph
     loop_of = {op_id: name for name, op_id in nodes.loops.items()}
     outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
     makes_lists = {v.producer for v in graph.values if v.dtype == "variant" and v.nbytes}
-    held: dict[tuple[int, float], int] = defaultdict(int)  # by an op, or by one run of a loop
+    held: dict[tuple[int, float], int] = defaultdict(int)  # (op, end of a loop's run) → bytes
     most: dict[int, int] = defaultdict(int)
     owner: dict[int, tuple[tuple[int, float], int]] = {}
     for start, name, stats in memory:
@@ -316,7 +318,7 @@ def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
         allocating = nodes.op(node)
         nbytes = int(
             stats.get("requested_bytes", 0)
-        )  # the chunk is larger, by as much as the pool happens to be fragmented
+        )  # not the chunk's bytes, which depend on how fragmented the pool is
         if allocating is None or region not in ("temp", "output"):
             continue
         run = allocating, 0.0
@@ -340,13 +342,13 @@ def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
 
 
 def _called(calls: Sequence[events.NodeEvent], at: int) -> str:
-    """Returns the node of the call last begun, if it was under way at a time; else nothing."""
+    """Returns the node of the newest call, if it was running at time ``at``; else ``""``."""
     call = calls[begun - 1] if (begun := bisect_right(calls, at, key=_START)) else None
     return call.node if call and at <= call.start_ps + call.duration_ps else ""
 
 
 def _freed(memory: events.Allocations) -> dict[tuple[int, int], int]:
-    """Address and time of every allocation → when it was given back."""
+    """Returns address and time of every allocation → when it was freed."""
     given: dict[int, int] = {}
     freed: dict[tuple[int, int], int] = {}
     for at, name, stats in memory:
@@ -359,8 +361,8 @@ def _freed(memory: events.Allocations) -> dict[tuple[int, int], int]:
 
 
 def _ends(nodes: _Nodes) -> dict[str, Sequence[int]]:
-    """Returns node name → when its runs ended, in picoseconds, ascending; of a loop, which has no
-    event of its own, when what reads its outputs began."""
+    """Returns node name → when its runs ended, in picoseconds, ascending. A loop has no event of
+    its own: its runs end when readers of its outputs begin."""
     ends: dict[str, list[int]] = defaultdict(list)
     for node, start, duration in nodes.runs():
         if node in nodes.op_of and node not in nodes.loops:
@@ -371,6 +373,6 @@ def _ends(nodes: _Nodes) -> dict[str, Sequence[int]]:
 
 
 def _first_from(times: Sequence[int], start: int, otherwise: float) -> float:
-    """Returns the first of ascending times that is not before a start."""
+    """Returns the first of ascending times that is not before ``start``; else ``otherwise``."""
     at = bisect_left(times, start)
     return times[at] if at < len(times) else otherwise

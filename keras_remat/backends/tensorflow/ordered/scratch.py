@@ -1,5 +1,5 @@
-"""The workspace of an op, as far as shapes tell it: before anything ran, and where the recorder
-does not see it."""
+"""Estimates the workspace of an op from shapes: before anything ran, and where the recorder does
+not see it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _DEFAULT_WORKSPACE_LIMIT_MIB = 4096
 
 
 def estimated_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """Returns the bytes of workspace that an op is expected to ask for.
+    """Returns the bytes of workspace that an op is expected to request.
 
-    On a GPU convolutions without any are slow, so they get a guess. On a CPU oneDNN's kernels are
-    taken to need none: how much depends on the processor, and a guess that is too high would refuse
-    what fits. Its convolutions of one sample tell theirs by running alone, as does what XLA
-    compiles; TensorFlow's own kernels by their shapes, and loops and branches by their bodies.
+    On a GPU convolutions without workspace are slow, so they get a guess. On a CPU oneDNN's kernels
+    are assumed to need none: how much they need depends on the processor, and a guess that is too
+    high would refuse steps that fit. The workspace of oneDNN's convolutions of one sample, and of
+    compiled functions, is measured by running them alone. That of TensorFlow's own kernels follows
+    from shapes, that of loops and branches from their bodies.
     """
     known = known_workspace(traced, op) or traced.compiled_scratch_bytes.get(op.name, 0)
     known = known or traced.body_workspace_bytes.get(op.name, 0)
@@ -35,16 +36,15 @@ def estimated_workspace(traced: TensorFlowStep, op: Op) -> int:
 
 
 def known_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """Returns the bytes that an op asks for on any device. The recorder does not see what a kernel
-    asks for while that is little, nor what a branch asks for that does not run."""
+    """Returns the bytes of workspace known for an op on any device. The recorder misses small
+    requests of a kernel, and those of a branch that does not run."""
     if op.kind in kinds.BRANCHES:
         return traced.body_workspace_bytes.get(op.name, 0)
     return traced.graph.values[op.outputs[0]].nbytes if op.kind in kinds.SCRATCH else 0
 
 
 def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """Returns what cuDNN's algorithms for a convolution may ask for: as much as it reads and
-    writes."""
+    """Returns a guess for the workspace of cuDNN's convolutions: the bytes read and written."""
     if op.kind not in kinds.CONVOLUTIONS:
         return 0
     limit = int(os.environ.get(WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB)) * MIB
@@ -52,7 +52,7 @@ def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
 
 
 def _own_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """Returns what TensorFlow's own kernels ask for on a CPU."""
+    """Returns the bytes of workspace of TensorFlow's own kernels on a CPU."""
     node, shapes = traced.handles[op.id], traced.tensor_shapes
     operands = [shapes.get(tensor_key(read)) for read in data_inputs(node)]
     return own_scratch_bytes(node, operands, shapes.get(f"{node.name}:0"))

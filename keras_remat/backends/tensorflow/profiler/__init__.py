@@ -1,1 +1,1 @@
-"""What TensorFlow's profiler records of training steps, and on which device."""
+"""Records training steps with TensorFlow's profiler, and names the device."""

@@ -1,4 +1,4 @@
-"""The device whose memory counts."""
+"""Names the device whose memory counts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ def live_target() -> Target:
 
 
 def allocator_name() -> str:
-    """Returns how the allocator of the device names itself in a recording.
-
-    Empty on a CPU, where there is only one.
-    """
+    """Returns the name of the device's allocator in a recording; empty on a CPU, which has only
+    one."""
     return device_name().replace(":", "_") if on_gpu() else ""

@@ -1,9 +1,9 @@
-"""What a recording says: how long every kernel ran, every allocation, how long the steps took.
+"""Reads a recording: the times of kernels and steps, and every allocation.
 
 On a CPU the executor's events ``"<node>:<type>"`` last as long as the kernel runs. On a GPU they
-last as long as the launch; the kernels are on planes of their own (``/device:GPU:n``), under the
-kernel's name, and say in ``tf_op`` which op launched them. An op costs the longer of the two: a
-small kernel costs its launch. Reference: TensorFlow's ``executor.cc`` and ``cupti_collector.cc``.
+last as long as the launch. The kernels are on other planes (``/device:GPU:n``), under the kernel's
+name, and ``tf_op`` names the op that launched them. An op costs the longer of the two: a small
+kernel costs its launch. Reference: TensorFlow's ``executor.cc`` and ``cupti_collector.cc``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-#: Names the event that lasts as long as a step that is measured.
+#: Name of the event that lasts as long as a measured step.
 MEASURED_STEP = "keras_remat/measured_step"
 
 _DEVICE_PLANE, _STREAM_LINE = "/device:GPU:", "Stream"
 _ALLOCATIONS = ("MemoryAllocation", "MemoryDeallocation")
-#: Names the executor's event of an op that may end later than its kernel's call does.
+#: Name of the executor's event of an asynchronous op, which may end after its kernel's call.
 _ASYNCHRONOUS = "ExecutorState::ProcessAsync::Start"
 #: What TensorFlow 2.18 writes where it has no text; newer ones leave the statistic out.
 _NO_TEXT = "(null)"
@@ -27,12 +27,12 @@ _S_PER_PS = 1e-12
 
 
 class NodeEvent(NamedTuple):
-    """Tells of one run of a graph's node, as the executor saw it.
+    """Holds one run of a graph's node, as the executor saw it.
 
     Attributes:
-        node: its name.
-        start_ps: absolute, in picoseconds.
-        duration_ps: in picoseconds.
+        node: name of the node.
+        start_ps: absolute start in picoseconds.
+        duration_ps: duration in picoseconds.
     """
 
     node: str
@@ -52,8 +52,8 @@ def node_events(planes: Sequence[Any]) -> Iterator[NodeEvent]:
 
 
 def asynchronous_events(planes: Sequence[Any]) -> Iterator[NodeEvent]:
-    """Yields the calls of asynchronous ops: loops, called functions, what XLA has compiled. The
-    last of these, on a CPU, have run when their call ends."""
+    """Yields the calls of asynchronous ops: loops, called functions, functions compiled by XLA. On
+    a CPU the compiled functions have run when their call ends."""
     for plane in planes:
         for name, start, duration, stats in _events(plane):
             if name == _ASYNCHRONOUS:
@@ -61,7 +61,7 @@ def asynchronous_events(planes: Sequence[Any]) -> Iterator[NodeEvent]:
 
 
 def kernel_times_s(planes: Sequence[Any]) -> dict[str, float]:
-    """Returns the seconds of all kernels that each node launched; empty where none were
+    """Returns node name → seconds of all kernels that it launched; empty where none were
     recorded."""
     seconds: dict[str, float] = defaultdict(float)
     for plane in planes:
@@ -77,7 +77,7 @@ def kernel_times_s(planes: Sequence[Any]) -> dict[str, float]:
 
 
 def measured_step_s(planes: Sequence[Any]) -> float:
-    """Returns the median seconds of the recorded steps that were measured; 0 where none was."""
+    """Returns the median seconds of the measured steps in a recording; 0 where it has none."""
     times = [
         duration * _S_PER_PS
         for plane in planes
@@ -87,17 +87,17 @@ def measured_step_s(planes: Sequence[Any]) -> float:
     return median(times) if times else 0.0
 
 
-#: Every allocation and deallocation in the order of time: start in picoseconds,
-#: ``"MemoryAllocation"`` or ``"MemoryDeallocation"``, and what the allocator said about it.
+#: All allocations and deallocations in the order of time: start in picoseconds,
+#: ``"MemoryAllocation"`` or ``"MemoryDeallocation"``, and the allocator's statistics.
 Allocations = Sequence[tuple[int, str, dict[str, Any]]]
 
 
 def allocation_events(planes: Sequence[Any], allocator: str = "") -> Allocations:
-    """Returns what allocators were asked for, and given back.
+    """Returns the allocations and deallocations of a recording.
 
     Args:
-        planes: of a recording.
-        allocator: how the allocator's name begins; a GPU's process has others, of the host.
+        planes: planes of the recording.
+        allocator: how the allocator's name begins; a process with a GPU has the host's, too.
     """
     events = (event for plane in planes for event in _events(plane))
     decoded = ((start, name, stats()) for name, start, _, stats in events if name in _ALLOCATIONS)
@@ -114,8 +114,8 @@ def _events(
     function that decodes its statistics.
 
     Args:
-        plane: of a recording.
-        lines: how the names of the lines begin that are read.
+        plane: plane of a recording.
+        lines: only lines whose names begin with this are read.
     """
     names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
     stat_names = {key: metadata.name for key, metadata in plane.stat_metadata.items()}

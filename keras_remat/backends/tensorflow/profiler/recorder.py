@@ -1,6 +1,6 @@
-"""Recordings of training steps by TensorFlow's own profiler.
+"""Records training steps with TensorFlow's own profiler.
 
-Training goes on while it records. A profiler session that the user runs already is left alone.
+Training goes on meanwhile. A profiler session that the user is running is left alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recording:
-    """Says what the profiler wrote down.
+    """Holds the profiler's output.
 
     Attributes:
         planes: one per device and one for the host, as TensorFlow writes them (``XPlane``).
-        errors: what the profiler could not do, such as record kernels without the privilege.
+        errors: the profiler's errors, such as a missing privilege to record kernels.
     """
 
     planes: tuple[Any, ...] = ()
@@ -34,14 +34,14 @@ class Recording:
 
     @cached_property
     def allocations(self) -> events.Allocations:
-        """Returns what the device's allocator was asked for, and given back."""
+        """Returns the allocations and deallocations of the device's allocator."""
         return events.allocation_events(self.planes, device.allocator_name())
 
 
 class Recorder:
     """Records real training steps.
 
-    ``with``-free on purpose: training steps happen between :meth:`start` and :meth:`stop`, in
+    It is not a context manager: training steps run between :meth:`start` and :meth:`stop`, in
     Keras's loop.
     """
 
@@ -49,8 +49,8 @@ class Recorder:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> bool:
-        """Starts recording; returns ``False`` when the user's own profiler session is running,
-        which is then left alone, and where there is no folder to write to."""
+        """Starts recording; returns ``False`` where it cannot: the user's own profiler session is
+        running, or there is no folder to write to."""
         try:
             directory = tempfile.TemporaryDirectory(
                 prefix="keras_remat_profile_", ignore_cleanup_errors=True
@@ -70,7 +70,7 @@ class Recorder:
         return True
 
     def stop(self) -> Recording:
-        """Stops recording and returns what was recorded; empty when nothing was."""
+        """Stops and returns the recording; empty where nothing was recorded."""
         if self._directory is None:
             return Recording()
         directory, self._directory = self._directory, None
