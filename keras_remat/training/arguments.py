@@ -1,4 +1,4 @@
-"""Checks the arguments of ``RematAutotune``: what is wrong, what it got, and what is accepted."""
+"""Checks the arguments of ``RematAutotune``; errors say what was given and what is accepted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FitOptions:
 
     @property
     def shared(self) -> dict[str, str]:
-        """Returns what has to be the same in all processes that train a model: all but the
+        """Returns the options that all processes that train a model must share: all but the
         limit."""
         return {name: repr(value) for name, value in vars(self).items() if name != "memory_limit"}
 

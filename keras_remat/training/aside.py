@@ -25,14 +25,14 @@ class Aside:
     """Watches the steps that Keras's own train function trains, and counts them.
 
     Args:
-        installed: stands aside from now on.
-        fit: would train them.
-        loader_size: the samples of a batch.
+        installed: the train function, which stands aside from now on.
+        fit: state of the ``fit`` that would train them otherwise.
+        loader_size: samples of a batch.
         ended: gets the numbers of the batches that Keras has trained, the newest ones at least.
         may_grow: whether larger batches may come.
 
     Attributes:
-        stays: whether there is nothing to be done still.
+        stays: whether there is still nothing to be done.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Aside:
         self._ended.clear()
 
     def passes(self, batch: int) -> bool:
-        """Notes a batch, where there is nothing to look at; returns whether that is so."""
+        """Notes a batch, if no look is due; returns whether that is so."""
         if not (self.stays and self._installed.is_aside and self._watch.passes()):
             return False
         self._newest_begun = batch
@@ -100,13 +100,14 @@ class Aside:
         self._fit.count_watched(-missing[1], -missing[0], Usage(0.0, 0))
 
     def _missing_of_the_last_call(self, *, is_loop: bool) -> tuple[int, int]:
-        """Returns how many samples and steps fewer the last call got than others, by what Keras has
-        counted. Another callback that resets Keras's metrics in mid-epoch makes that too low: where
-        batches have one size, the call then counts as any other.
+        """Returns how many samples and steps fewer the last call got than others, by Keras's count.
+
+        The count is too low if another callback resets Keras's metrics in mid-epoch: where batches
+        have one size, the call then counts as any other.
 
         Args:
-            is_loop: whether a loop of the user's own trains: ``train_on_batch`` resets the metrics,
-                so that the count is the last batch's. That of some Keras versions does not.
+            is_loop: whether a loop of the user's own trains. Its ``train_on_batch`` resets the
+                metrics, so the count is the last batch's; in some Keras versions it does not.
         """
         fit, size = self._fit, self._loader_size
         is_empty = not any(batch >= self._newest_begun for batch in self._ended)
@@ -126,13 +127,13 @@ class Aside:
         )  # fmt: skip
 
     def _take(self, watched: Watched) -> None:
-        """Takes in what was seen, which may be near the limit."""
+        """Counts the steps that were watched, and checks whether they came near the limit."""
         count = self._a_call * watched.steps
         usage = Usage(watched.usage.time_s / self._a_call, watched.usage.peak_bytes)
         self._fit.count_watched(count, self._loader_size * count, usage)
         is_near = not self._fit.limit.fits(usage.peak_bytes)
         shape = self._fit.record.running.reference_shape
-        # where batches may grow, one of another shape may have taken it
+        # where batches may grow, one of another shape may have had this peak
         if isinstance(shape, PlainShape) and not (is_near and self._may_grow):
             driver.watched(self._fit, shape, usage)
         self.stays = not is_near and steps.runs_plain(self._fit, may_grow=self._may_grow)

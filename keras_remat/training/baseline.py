@@ -1,4 +1,4 @@
-"""Records what Keras's own step takes: measured where it runs, predicted where it cannot.
+"""Records the usage of Keras's own step: measured where it runs, predicted where it cannot.
 
 Under a plan, the plain step's time is the measured time less that of the recomputed ops. This
 ignores that the plain step runs independent ops in parallel.
@@ -19,24 +19,24 @@ from keras_remat.training.shape_state import PlainShape, PlannedShape, ShapeStat
 #: How a step is trained: how it is compiled, and in how many micro-batches.
 TrainedBy = tuple[str, int]
 
-#: How many of an epoch's newest steps tell what the plan takes.
+#: Number of an epoch's newest steps whose median predicts the plain step's time.
 _STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Says what the plain step takes.
+    """Holds the time and peak of the plain step.
 
-    A predicted one follows the plan's steps from epoch to epoch: a device that slows down would
-    slow the plain step down, too. Where a ``fit`` trains in several modes, each has a plan of its
-    own, and all of them tell of the one plain step.
+    A predicted time follows the plan's steps from epoch to epoch: a device that slows down would
+    slow the plain step down, too. Where a ``fit`` trains in several modes, each has its own plan,
+    and all of them predict the same plain step.
 
     Args:
-        usage: seconds and peak; ``None`` before anything is known.
-        batch_size: of that step.
-        shape: whose steps define it.
-        shares: mode → what a plain step takes, as a share of a step of its plan.
-        plain_s: seconds of a plain step by the epoch's newest steps.
+        usage: seconds and peak of the plain step; ``None`` before anything is known.
+        batch_size: samples of that step.
+        shape: signature of the shape whose steps define the baseline.
+        shares: mode → seconds of a plain step, over those of a step of the mode's plan.
+        plain_s: seconds of a plain step as predicted from each of the epoch's newest steps.
     """
 
     usage: Usage | None = None
@@ -60,8 +60,8 @@ class Baseline:
             before: the shape, right after the step.
             after: the shape after the move that followed.
             reference: signature of the main shape. The first shape measured defines the baseline.
-            compilation: how its step is compiled.
-            plain_peak_bytes: asked for the peak of a plain step that was measured.
+            compilation: how the step is compiled.
+            plain_peak_bytes: returns the peak of a plain step that was measured.
         """
         if before.signature != (self.shape or reference) or not before.steps:
             return self
@@ -82,11 +82,10 @@ class Baseline:
         return self
 
     def predicting(self, plan: Plan, batch_size: int, time_s: float, mode: TrainedBy) -> Self:
-        """Returns the baseline by a plan whose steps were seen to take ``time_s`` seconds; the
-        steps that follow tell better. Nothing is predicted where plain steps were measured.
+        """Returns the baseline predicted from a plan whose steps took ``time_s`` seconds.
 
-        Where the plan trains in micro-batches, one for the whole batch tells better what a plain
-        step takes, if there was one.
+        Later steps refine it. A measured baseline is kept. Where the plan trains in micro-batches,
+        an earlier prediction is kept, too: a plan for the whole batch predicts a plain step better.
         """
         (_, micro_batches), known = mode, self.usage
         if self.source == "measured":
@@ -105,11 +104,11 @@ class Baseline:
         )
 
     def in_new_epoch(self) -> Self:
-        """Returns the baseline that is compared with the steps of this epoch from here on."""
+        """Returns the baseline of a new epoch, whose steps alone predict the plain step's time."""
         return replace(self, plain_s=())
 
     def after_planned(self, time_s: float, mode: TrainedBy) -> Self:
-        """Returns the baseline after one more step of a plan that it is predicted from."""
+        """Returns the baseline after one more step of the plan that predicts it."""
         if self.source != "predicted" or self.usage is None or mode not in self.shares:
             return self
         plain_s = (*self.plain_s, self.shares[mode] * time_s)[-_STEPS:]

@@ -1,7 +1,7 @@
-"""Puts batches together: which of the samples that came are the next step's.
+"""Puts batches together: decides which samples the next step trains.
 
-Samples keep their order and each is trained exactly once per epoch: what is left when the epoch's
-data ends is one smaller step, before validation. Knows no plans.
+Samples keep their order and each is trained exactly once per epoch: those that are left when the
+epoch's data ends are trained in one smaller step, before validation. This module knows no plans.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from keras_remat.training.record import FitRecord
 
 
 def arrived(record: FitRecord, batch: Any) -> FitRecord:
-    """Returns what is known after a loader batch has come, which is held until it is trained.
+    """Returns the record after a loader batch has come, which is held until it is trained.
 
     Raises:
-        UnsupportedModelError: it cannot be joined with what is held.
+        UnsupportedModelError: the batch cannot be joined with those that are held.
     """
     sizes, samples = record.sizes, batch_size_of(batch)
     if not sizes.loader:
@@ -32,18 +32,18 @@ def arrived(record: FitRecord, batch: Any) -> FitRecord:
 
 
 def kept(record: FitRecord) -> FitRecord:
-    """Returns the record where what is left of the newest batch can wait for the next one."""
+    """Returns the record where the rest of the newest batch can wait for the next one."""
     return replace(record, held=record.held.keeping_newest()) if record.held.samples else record
 
 
 @dataclass(frozen=True)
 class Due:
-    """Says what the next step of held samples is.
+    """Describes the next step of held samples.
 
     Args:
-        size: its samples.
-        is_rest: whether they are too few for a full batch.
-        is_joined: whether such a rest is one step, and not trained in the loader's batches.
+        size: number of its samples.
+        is_rest: whether these are too few for a full batch.
+        is_joined: whether such a rest is trained in one step, and not in the loader's batches.
     """
 
     size: int
@@ -52,11 +52,12 @@ class Due:
 
 
 def due(fit: FitState, *, is_end: bool, with_rest: bool = False) -> Iterator[Due]:
-    """Yields the steps that can be made of what is held; whoever asks trains one, or fails to,
-    before the next: what is held, and the size in force, may be other ones then.
+    """Yields the steps that can be made of the held samples.
 
-    A rest is one step, unless the devices do not divide it; where that cannot be trained, the
-    loader's batches are, which have trained before.
+    The caller trains a step, or fails to, before it asks for the next one: the held samples and the
+    size in force may have changed by then. A rest is one step, unless the devices do not divide it
+    evenly. Where it cannot be trained in one step, it is trained in the loader's batches, whose
+    size has trained before.
 
     Args:
         is_end: whether the newest batch is the epoch's last, as far as its size tells.
@@ -73,8 +74,8 @@ def due(fit: FitState, *, is_end: bool, with_rest: bool = False) -> Iterator[Due
 
 
 def _next_size(fit: FitState, *, is_end: bool) -> int | None:
-    """Returns the samples of the next full batch: as many as were chosen, or as the oldest batch
-    has that is held; ``None`` where too few are held."""
+    """Returns the size of the next full batch: the chosen one, or that of the oldest held batch;
+    ``None`` where too few samples are held."""
     held, chosen = fit.record.held, fit.record.sizes.chosen
     if chosen is None:
         return batch_size_of(held.batches[0]) if held.samples else None
@@ -84,15 +85,15 @@ def _next_size(fit: FitState, *, is_end: bool) -> int | None:
 
 
 def taken(record: FitRecord, due: Due) -> tuple[Any, FitRecord]:
-    """Returns the next step's batch, as it came where none are joined, and the record without
-    it."""
+    """Returns the next step's batch and the record without it; unjoined batches stay as they
+    came."""
     as_it_came = record.sizes.chosen is None
     batch, held = record.held.taking_oldest() if as_it_came else record.held.taking(due.size)
     return batch, replace(record, held=held)
 
 
 def given_back(record: FitRecord, batch: Any) -> FitRecord:
-    """Returns the record where a batch that was taken is held again: it was not trained."""
+    """Returns the record where a batch is held again, which was taken and not trained."""
     held, sizes = record.held, record.sizes
     if sizes.chosen is None:
         return replace(record, held=held.with_oldest(batch))
@@ -121,12 +122,12 @@ def in_new_epoch(fit: FitState) -> FitRecord:
 
 
 def none_held(fit: FitState) -> FitRecord:
-    """Returns the record where nothing is held: others train it."""
+    """Returns the record where nothing is held; the caller trains the samples that were."""
     return replace(fit.record, held=HeldBatches())
 
 
 def after_step(fit: FitState, due: Due, logs: Any, time_s: float) -> FitRecord:
-    """Returns what is known after a step, which took ``time_s`` seconds."""
+    """Returns the record after a step, which took ``time_s`` seconds."""
     record, sizes, size = fit.record, fit.record.sizes, due.size
     is_final = record.is_settled and size == sizes.size
     sizes = sizes.after_step(

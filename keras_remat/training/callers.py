@@ -1,4 +1,4 @@
-"""Who calls the train function that was put in place of Keras's own.
+"""Finds out who calls the train function that was put in place of Keras's own.
 
 Keras's ``fit`` announces every call to its callbacks, but it is not the only one that calls: any
 callback may train a batch of its own by ``train_on_batch``, in any of its hooks, and a loop of the
@@ -28,7 +28,7 @@ from keras_remat.backends.keras_private import batches_may_grow, records_steps
 class RunningFit:
     """Says what is known of a ``fit`` that is running.
 
-    Where it ends without notice, its data may go: the iterator is not kept alive.
+    The iterator is not kept alive: where a ``fit`` ends without notice, its data can be freed.
 
     Args:
         callbacks: all of them.
@@ -85,7 +85,7 @@ def in_another_fit(model: Any, callback: Any) -> bool:
 def innermost_fit() -> FrameType | None:
     """Returns the frame of the innermost call of a function of the name ``fit``.
 
-    To look into a frame's variables takes long, and keeps the state of that moment.
+    It does not look into a frame's variables, which takes long and keeps their state alive.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "fit":
@@ -123,8 +123,11 @@ def _variables_of_fit(model: Any) -> dict[str, Any]:
 
 
 def trains_alone(iterator: Any) -> bool:
-    """Returns whether a train function was called by ``train_on_batch``, which makes an iterator
-    of its own; on PyTorch it gives a list, as ``fit`` does, and the stack tells."""
+    """Returns whether a train function was called by ``train_on_batch``.
+
+    That makes an iterator of its own. On PyTorch it passes a list, as ``fit`` does, and the stack
+    tells the two apart.
+    """
     if not isinstance(iterator, list):
         return "train_on_batch." in getattr(iterator, "__qualname__", "")
     frame: FrameType | None = sys._getframe(1)
@@ -138,7 +141,7 @@ def _variables(frame: FrameType) -> dict[str, Any]:
 
     Before Python 3.13 a frame keeps the variables that it returned until it is asked again. Among
     them are an epoch's iterator, whose threads the next asker waits for, and the model's state. So
-    the frame's copy is cleared, unless the function has it: ``locals()`` gives it away.
+    the frame's copy is cleared, unless the function got hold of it by ``locals()``.
     """
     is_alone = _times_held(frame) == _TIMES_HELD_ALONE
     told = frame.f_locals
@@ -153,7 +156,7 @@ def _times_held(frame: FrameType) -> int:
 
 
 def _times_held_alone() -> int:
-    """Returns what :func:`_times_held` tells of a frame whose variables nobody else has."""
+    """Returns the :func:`_times_held` of a frame whose variables nobody else has."""
     return _times_held(sys._getframe())
 
 
@@ -178,7 +181,7 @@ def _fits(model: Any) -> Iterator[RunningFit]:
 
 
 def _weak(held: Any) -> Callable[[], Any]:
-    """Returns what returns an object of Keras's as long as somebody else keeps it."""
+    """Returns a function that returns an object of Keras's as long as somebody else keeps it."""
     try:
         return ref(held)
     except TypeError:  # there is none, or a loop of the user's own has another one
@@ -201,8 +204,9 @@ def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Call
 class Announced(NamedTuple):
     """Says what is known of the batch that was announced last, and of who announced it.
 
-    No frame is kept: where another callback raises before the call, its data would stay. A number
-    may be given again, so it tells the ``fit`` only as long as its list of callbacks is there.
+    The frame's number is kept and not the frame, whose data would stay where another callback
+    raises before the call. Python may reuse a number, so it identifies the ``fit`` only as long as
+    its list of callbacks is there.
 
     Args:
         is_awaited: whether no call has come since.

@@ -1,4 +1,4 @@
-"""Decides which mode trains a batch, by what was measured; pure.
+"""Decides from measurements which mode trains a batch; pure.
 
 A mode says whether a step is compiled as one (XLA) or runs op by op in order, and in how many
 micro-batches it trains a batch. A compiled step fuses and may be faster; the executor obeys an
@@ -8,11 +8,13 @@ less memory, and less recomputation under a limit; but more micro-batches mean m
 ops, which take longer for a sample on most devices, and less time on some.
 
 So modes are measured while training, one against another: first compiled against ordered, then the
-whole batch under its schedule, two micro-batches under theirs, then four, until they need no
-recomputation, and as long as more of them pay. Both sides of a trial train the same batches in
-turn, because devices slow down and speed up from one minute to the next.
+whole batch, two micro-batches, four and so on, each under its own schedule. It goes on while the
+newest number of micro-batches was faster than those before, or still recomputes. Both sides of a
+trial train the same batches in turn, because devices slow down and speed up from one minute to the
+next.
 
-Without a framework, a clock or a log: what a side is, :mod:`keras_remat.training.modes` knows.
+This module uses no framework, no clock and no log; :mod:`keras_remat.training.modes` knows what a
+side is.
 """
 
 from __future__ import annotations
@@ -27,28 +29,28 @@ from keras_remat.batch_size.sizes import NOISE, faster_size
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
 
-#: What trains a batch.
+#: A mode that trains a batch.
 Side = TypeVar("Side")
 
-#: No step in micro-batches that has more ops is traced: it is written out one after the other.
+#: Most ops of a step in micro-batches that is traced: the trace writes out every micro-batch in
+#: turn.
 MOST_OPS = 20_000
 #: Micro-batches that are predicted to be this share slower, even without recomputation, end the
 #: search.
 _HOPELESS_SHARE = 0.25
-#: Both sides of a trial train so many steps in turn, so many times, before it ends; the first one
-#: after a change of sides tells nothing.
+#: Steps in one turn, and turns of each side in a trial. The first step of a turn is not counted.
 _STEPS_A_TURN, _TURNS = 3, 2
 
 
 @dataclass(frozen=True)
 class Tried:
-    """Says what came of training a batch in so many micro-batches.
+    """Holds the result of training a batch in a number of micro-batches.
 
     Args:
-        time_s: measured for a step; infinite where no schedule keeps to the limit.
-        least_s: seconds that it is predicted to take without recomputation; the measured ones where
+        time_s: measured seconds of a step; infinite where no schedule keeps to the limit.
+        least_s: predicted seconds of a step without recomputation; the measured seconds where
             nothing is recomputed.
-        over_bytes: what the largest op alone needs above the limit; at most 0 where it fits.
+        over_bytes: bytes that the largest op alone needs above the limit; at most 0 where it fits.
     """
 
     micro_batches: int
@@ -62,7 +64,7 @@ class Trial(Generic[Side]):
     """Holds two sides that train batches of one size in turn, until it is known which is faster.
 
     Args:
-        usages: what the steps took that each side trained in its turns, in order.
+        usages: usages of the steps that the sides trained in their turns, in order.
     """
 
     champion: Side
@@ -76,14 +78,15 @@ class Trial(Generic[Side]):
         return turns[len(self.usages)] if len(self.usages) < len(turns) else None
 
     def noting(self, side: Side, usage: Usage) -> Self:
-        """Returns the trial after a step of a side, which counts where it was its turn."""
+        """Returns the trial after a step of a side; the step counts only in that side's turn."""
         return replace(self, usages=(*self.usages, usage)) if side is self.turn() else self
 
     def usage(self, side: Side, settled: Usage) -> Usage:
-        """Returns what a side's steps took.
+        """Returns the median time and the largest peak of a side's steps.
 
         Args:
-            settled: what its newest step took.
+            settled: usage of the side's newest step: the answer where no step was counted; its peak
+                always counts.
         """
         steps = [
             usage
@@ -99,17 +102,17 @@ class Trial(Generic[Side]):
 
 @dataclass(frozen=True, kw_only=True)
 class Contest(Generic[Side]):
-    """Says who trains, and what is known of the modes that were tried.
+    """Says which mode trains, and holds the results of the modes that were tried.
 
     Args:
-        running: who trains the next batch.
-        modes_left: how many backends were not tried.
+        running: the mode that trains the next batch.
+        modes_left: number of backends that were not tried.
         chooses_micro_batches: whether a batch may be trained in (more) micro-batches where that is
             faster.
-        tried: what came of the best mode so far, and of the newest.
-        is_judged: whether what runs is among them.
-        has_grown: whether the batch is not the one that ``fit`` was given: one that does not fit is
-            refused then, and no other mode is tried for it.
+        tried: results of the best mode so far and of the newest.
+        is_judged: whether the running mode is in ``tried``.
+        has_grown: whether the batch size is not the one that ``fit`` was given. A batch that does
+            not fit is then refused, and no other mode is tried for it.
         trial: of the mode in force and another one.
     """
 
@@ -128,12 +131,12 @@ class Contest(Generic[Side]):
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Returns all that may train the next batches."""
+        """Returns every mode that may train the next batches."""
         trial = self.trial
         return (self.running,) if trial is None else (trial.champion, trial.rival)
 
     def after_failure(self, tried: Tried, *, is_unsupported: bool) -> Self:
-        """Returns the contest after what runs has failed."""
+        """Returns the contest after the running mode has failed."""
         trial, chooses = self.trial, self.chooses_micro_batches
         return replace(
             self,
@@ -143,12 +146,12 @@ class Contest(Generic[Side]):
         )
 
     def judging(self, tried: Tried) -> Self:
-        """Returns the contest where what runs is among what was tried."""
+        """Returns the contest with the running mode's result in ``tried``."""
         return self if self.is_judged else replace(self, tried=(*self.tried, tried), is_judged=True)
 
     def next_micro_batches(self, most: int) -> int | None:
-        """Returns how many micro-batches are tried next, where no backend is left; ``None`` where
-        no number is."""
+        """Returns the next number of micro-batches to try, once no backend is left; ``None`` for
+        none."""
         if not self.chooses_micro_batches or self.has_grown:
             return None
         return next_micro_batches(self.tried, most)
@@ -161,7 +164,7 @@ class Contest(Generic[Side]):
         """Returns the contest where a side trains from here on.
 
         Args:
-            tried: what both sides came to, where a trial has ended.
+            tried: results of both sides, where a trial has ended.
         """
         return replace(self, running=side, trial=None, tried=tried or self.tried)
 
@@ -169,11 +172,12 @@ class Contest(Generic[Side]):
 def better(
     trial: Trial[Side], old: Usage, new: Usage, limit: Limit, *, more_micro_batches: bool
 ) -> Side:
-    """Returns the side that stays: the faster one of those within the limit, or, where neither is,
-    the smaller one. More micro-batches have to pay.
+    """Returns the side that stays: the faster one within the limit, or the smaller if neither is.
+
+    More micro-batches stay only where they are faster by more than measurement noise.
 
     Args:
-        old, new: what steps of the champion and of the rival take.
+        old, new: usage of a step of the champion and of the rival.
         more_micro_batches: whether the rival trains in more micro-batches than the champion.
     """
     if more_micro_batches and limit.holds(max(old.peak_bytes, new.peak_bytes)):
@@ -188,18 +192,16 @@ def _rank(usage: Usage, limit: Limit) -> tuple[bool, float]:
 
 
 def pays(time_s: float, best_s: float) -> bool:
-    """Returns whether a step of ``time_s`` seconds is worth more micro-batches than one of
-    ``best_s``."""
+    """Returns whether ``time_s`` is faster than ``best_s``, both in seconds, by more than noise."""
     return time_s < best_s * (1 - NOISE)
 
 
 def next_micro_batches(tried: Sequence[Tried], most: int) -> int | None:
-    """Returns how many micro-batches are tried next; ``None`` where the fastest number of those
-    tried is the answer.
+    """Returns the next number of micro-batches to try; ``None`` where the fastest one tried stays.
 
     Args:
-        tried: what was measured; at least one, the newest last.
-        most: no larger number is tried.
+        tried: results so far, at least one, the newest last.
+        most: the largest number that may be tried.
 
     Example:
         >>> next_micro_batches([Tried(1, 2.0, 1.9)], 8)
@@ -215,7 +217,7 @@ def next_micro_batches(tried: Sequence[Tried], most: int) -> int | None:
         newest.micro_batches > before.micro_batches
         and 2 * newest.over_bytes > before.over_bytes > 0
     ):
-        return None  # halving what depends on the batch again and again leaves too much
+        return None  # halving the batch took off too little: more than half the excess is left
     before_s = min((other.time_s for other in tried[:-1]), default=math.inf)
     recomputes = newest.least_s < newest.time_s
     hopeless = newest.least_s > before_s * (1 + _HOPELESS_SHARE)
@@ -231,17 +233,16 @@ def next_micro_batches(tried: Sequence[Tried], most: int) -> int | None:
 def compared(
     samples_per_s: Mapping[int, float], size: int, step_s: float, loader: int, largest: int
 ) -> tuple[dict[int, float], int, bool]:
-    """Returns what sizes measured, now that one has, the size that trains next, and whether that is
-    the answer.
+    """Returns the measured rates, the size that trains next, and whether that size stays.
 
-    Devices slow down and speed up: before another size than the loader's stays, that is measured
-    once more.
+    Devices slow down and speed up: before a size other than the loader's stays, the loader's is
+    measured once more.
 
     Args:
-        samples_per_s: size → what it measured so far.
-        step_s: what a step of ``size`` takes.
-        loader: the size that ``fit`` was given.
-        largest: that fits.
+        samples_per_s: size → samples per second measured so far.
+        step_s: seconds of a step of ``size`` samples.
+        loader: samples of the batches that ``fit`` was given.
+        largest: the largest size that fits.
 
     Example:
         >>> compared({10: 5.0}, 20, 2.0, 10, 100)

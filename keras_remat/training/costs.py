@@ -1,4 +1,4 @@
-"""Traces batch shapes: what a step of one costs, and what Keras's own step of it needs."""
+"""Traces batch shapes and predicts the costs of their steps, Keras's own step among them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import Costs, PriorPlans
 
-#: How much larger than a batch is what its plan is made for, as a ratio of activation bytes: to the
-#: power of how many plans there are for shorter ones, and once before anything was measured. First
-#: predictions were up to 6 % too low on networks of the zoo (benchmarks/zoo.py).
+#: Headroom: a plan is made for ``1.1 ** n`` times the batch's activation bytes, where n is the
+#: number of plans for shorter batches, and at least 1 while costs are estimated. First predictions
+#: were up to 6 % too low on networks of the zoo (benchmarks/zoo.py).
 ROOM = 1.1
-#: How much more activation bytes than predicted plain steps may take that run their ops in no
-#: order. The highest of 16 takes 0.82 to 1.38 times as much, on six models and two allocators
-#: (benchmarks/results/ablation.md): more room would leave fewer steps plain, the fastest on a CPU.
+#: Activation bytes that a plain step may take, over the predicted ones, where it runs its ops in no
+#: order. The highest of 16 steps takes 0.82 to 1.38 times its prediction, on six models and two
+#: allocators (benchmarks/results/ablation.md). More room would leave fewer steps plain, and plain
+#: steps are the fastest on a CPU.
 _PLAIN_ROOM = 1.25
-#: Share of a step's bytes below which what a peak leaves out may as well be an error of prediction:
-#: of the zoo's predictions, 29 of 30 are within 5 % (benchmarks/results/zoo.md).
+#: Share of a step's bytes: a peak that leaves out fewer may as well be an error of prediction. Of
+#: the zoo's predictions, 29 of 30 are within 5 % (benchmarks/results/zoo.md).
 _LEAST_UNCOUNTED_SHARE = 0.1
 
 
 class StepCosts:
-    """Tells what the steps of one ``fit`` and backend cost."""
+    """Traces the steps of one ``fit`` and backend, and predicts their costs."""
 
     def __init__(self, fit: FitState, backend: Backend):
         self._fit, self._backend = fit, backend
         self._unmeasured: tuple[Costs, int] | None = None
         self._has_told_uncounted = False
-        self._put_back_at = -1  # after how many steps of the fit
+        self._put_back_at = -1  # steps that the fit had run by then
 
     @decided_once
     def predict(self, problem: Problem, schedule: Schedule) -> Usage:
@@ -60,7 +61,7 @@ class StepCosts:
         """
         with self._fit.progress("tracing the train step"):
             if not known.is_family:
-                gc.collect()  # what an earlier fit left in reference cycles is not resident
+                gc.collect()  # an earlier fit's reference cycles are not resident
             traced = self._traced(batch, micro_batches)
             for difference in traced.differences:
                 self._fit.warn(*tell.differs(difference))
@@ -82,8 +83,10 @@ class StepCosts:
 
     @property
     def is_to_be_put_back(self) -> bool:
-        """Returns whether the model's variables are put back before a planned step: Keras's own
-        steps came before it, and it finds them in other chunks of the pool then."""
+        """Returns whether the model's variables are put back before a planned step.
+
+        Keras's own step, if it was the last to run, has left them in other chunks of the pool.
+        """
         is_due = self._fit.record.device.after_plain and self._put_back_at != self._fit.steps_run
         return is_due and self._backend.memory.restores_after_plain
 
@@ -100,20 +103,22 @@ class StepCosts:
         return replace(costs, problem=replace(costs.problem, profile=profile))
 
     def headroom_bytes(self, problem: Problem, shorter: int = 0, *, is_final: bool = False) -> int:
-        """Returns what a plan leaves free of the limit, if it can: for batches that are longer, and
-        while costs are estimated.
+        """Returns the bytes of the limit that a plan leaves free, if it can.
+
+        They are for longer batches, and for errors of prediction while costs are estimated.
 
         Args:
-            shorter: how many plans there are for shorter batches.
-            is_final: whether the plan is for good, whatever its costs are.
+            shorter: number of plans for shorter batches.
+            is_final: whether the plan is kept for good, even if its costs are estimated.
         """
         is_unmeasured = not is_final and problem.profile.source == "estimated"
         most_bytes = self._fit.limit.usable_bytes - problem.profile.resident_bytes
         return most_bytes - int(most_bytes / ROOM ** max(shorter, is_unmeasured))
 
     def trace_as_asked(self, batch: Any, known: PriorPlans, micro_batches: int) -> Costs:
-        """Traces the step of a batch that is asked for in micro-batches: in slices, with the
-        numbers of the whole batch, where they can; else in micro-batches.
+        """Traces the step of a batch that is to be trained in micro-batches.
+
+        Where they can, the micro-batches are slices, with the numbers of the whole batch.
 
         Raises:
             UnsupportedModelError: as :meth:`trace`.
@@ -133,8 +138,11 @@ class StepCosts:
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 
     def tell_uncounted(self, problem: Problem, schedule: Schedule, measured_bytes: int) -> None:
-        """Tells, once, that a measured peak leaves out much of what the step holds, where the
-        device counts no small array and that is much of the limit, too."""
+        """Warns, once, that a measured peak leaves out much of what the step holds.
+
+        That happens where the device counts no small arrays. It is told where the bytes left out
+        are a large share of the limit, too.
+        """
         smallest_bytes = self._backend.memory.smallest_bytes
         if not smallest_bytes or self._has_told_uncounted:
             return
@@ -161,9 +169,12 @@ class StepCosts:
 
     @made_by_all
     def _traced(self, batch: Any, micro_batches: int) -> TracedStep:
-        """Traces the step; what the layers of a user's model raise for the first batch that they
-        get is the model's own fault, and for micro-batches or another size it is not, nor where
-        Keras's own step has a trace of before that may train it."""
+        """Traces the step, and tells a fault of the user's model from a batch that it cannot train.
+
+        An error at the first batch is the model's own and is raised as it is. At micro-batches, at
+        a later batch, or where Keras's own step was traced before and may train the batch, it
+        becomes an ``UnsupportedModelError``.
+        """
         try:
             return self._backend.trace(self._fit.model, batch, micro_batches)
         except UnsupportedModelError:
@@ -181,19 +192,19 @@ class StepCosts:
 
     @decided_once
     def plain_peak_bytes(self, costs: Costs) -> int:
-        """Returns what Keras's own step is predicted to need."""
+        """Returns the predicted peak of Keras's own step."""
         return self._plain_peak_bytes(costs, 1.0)
 
     @decided_once
     def plain_bound_bytes(self, costs: Costs, *, is_traced: bool = True) -> int:
-        """Returns what the peak of Keras's own step will hardly ever be over.
+        """Returns a bound that the peak of Keras's own step hardly ever exceeds.
 
-        Where it runs its ops in no order, peaks differ: VGG19's were 399 to 573 MiB in one fit.
-        There it is what they take as traced, with much room, or what they take in simulated runs in
-        no order, with little.
+        Where the step runs its ops in no order, peaks differ: VGG19's were 399 to 573 MiB in one
+        fit. The bound is then the larger of two: the peak as traced with much room, and the peak of
+        simulated runs in no order with little room.
 
         Args:
-            is_traced: whether its bytes are those of a trace, and not told from other shapes.
+            is_traced: whether the bytes come from a trace of this shape, and not from other shapes.
         """
         room = _PLAIN_ROOM
         if not self._backend.memory.order_matters:
@@ -216,8 +227,11 @@ class StepCosts:
         return self._fit.record.device.plain_seen.get(self._backend.compilation, (0, 1.0))
 
     def _plain_bytes(self, costs: Costs) -> int:
-        """Returns what the backend predicts. Where nothing is measured nothing changes that, and
-        it is remembered: every look at a step asks, and it took 22 ms for 250 variables."""
+        """Returns the peak of the plain step that the backend predicts.
+
+        Where nothing is measured, the prediction never changes and is remembered: every look at a
+        step asks for it, and it took 22 ms for 250 variables.
+        """
         if self._unmeasured is not None and self._unmeasured[0] is costs:
             return self._unmeasured[1]
         problem = costs.problem.with_budget(self._fit.limit.usable_bytes)
@@ -227,8 +241,10 @@ class StepCosts:
         return nbytes
 
     def plain_observed(self, costs: Costs, measured_bytes: int) -> DeviceFacts:
-        """Returns what is known of the device after a plain step: how much more than predicted the
-        largest one took. It runs its ops in no order, several at once."""
+        """Returns the device's facts with the largest plain step's excess over prediction.
+
+        A plain step runs its ops in no order, several at once, so it may take more than predicted.
+        """
         facts = self._fit.record.device
         resident = costs.problem.profile.resident_bytes
         predicted, measured = self._plain_bytes(costs) - resident, measured_bytes - resident

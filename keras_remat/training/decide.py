@@ -3,11 +3,11 @@
 A batch shape goes through phases. It runs plainly and is measured (PLAIN), or a first plan runs
 once (WARM_UP), is recorded by the profiler (RECORD), goes on while a better one is solved for
 beside it (SOLVE), and the plan made from that is measured (VERIFY), until a step is final and only
-watched (FINAL). Where a larger batch is searched, a step that runs plainly is recorded once, too:
-in order, under a plan, and Keras's own comes back. After every step the driver
-(:mod:`keras_remat.training.driver`) states the :class:`Facts`, asks :func:`decide`, and makes
-the move. A move that cannot be made (no plan was found) is noted among the facts, and the table is
-asked again: the row below is what is done instead.
+watched (FINAL). Where a larger batch is searched, a shape that trains plainly is recorded once,
+too: a plan runs in order while its ops are measured, and then Keras's own step comes back. After
+every step the driver (:mod:`keras_remat.training.driver`) states the :class:`Facts`, asks
+:func:`decide`, and makes the move. A move that cannot be made (no plan was found) is noted among
+the facts, and the table is asked again: a later row matches instead.
 
 Nothing here knows a backend, a clock or a log. Two things are shown by enumeration in the tests:
 every combination of facts has a row, and every path reaches FINAL or REFUSE. The second holds
@@ -46,12 +46,12 @@ class Phase(Enum):
 
 
 class Recorded(Enum):
-    """Says what came of recording the step's ops."""
+    """Says how recording the step's ops ended."""
 
     NONE = auto()
     """No recording has ended."""
     BUSY = auto()
-    """It could not start: the user's own profiler session runs."""
+    """The recording could not start: the user's own profiler session runs."""
     BLIND = auto()
     """Too few ops were seen, or this backend can time none."""
     MEASURED = auto()
@@ -74,13 +74,13 @@ class Move(Enum):
     KEEP_PLAN = auto()
     """No better plan came of the recording: the running one is measured."""
     RUN_PLAIN = auto()
-    """By what was measured the plain step fits: it takes over."""
+    """By the measured costs the plain step fits: it takes over."""
     START_SOLVER = auto()
     """A process beside training begins to solve, from the measured profile."""
     REPLAN = auto()
     """The plan is made again, from the measured profile."""
     TIGHTEN = auto()
-    """The plan is made again, for what its measured peak was too much."""
+    """The plan is made again, because its measured peak is over the limit."""
     SPLIT = auto()
     """The batch is trained in micro-batches, or in more of them."""
     TRY_PLAIN = auto()
@@ -98,10 +98,10 @@ class Facts:
     """States all that the next move depends on.
 
     Args:
-        phase: of the batch shape.
+        phase: phase of the batch shape.
         enough_steps: whether as many steps of the phase were measured as are wanted.
         over_limit: whether a measured step took more than the limit.
-        attempts_left: whether the plan may be made again for such a reason once more.
+        attempts_left: whether the plan may be made again because a step needed too much memory.
         may_split: whether the batch may be trained in (more) micro-batches.
         allow_over_limit: whether a plan that is known to miss the limit is better than none, or no
             peak is measured.
@@ -111,8 +111,8 @@ class Facts:
         plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
         plain_may_be_smaller: whether Keras's own step was not measured, and may take less than the
             plans that measured over the limit.
-        wants_profile: whether its ops are to be measured where Keras's own step fits.
-        recorded: what came of recording.
+        wants_profile: whether the ops are to be measured even where Keras's own step fits.
+        recorded: how recording ended.
         solves_beside: whether a process of its own may solve while training goes on.
         solved: whether that process has ended.
         out_of_memory: whether the step ran out of memory and was undone.
@@ -143,13 +143,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Row:
-    """Holds one row of the table: from this phase, where these facts are so, that move is made.
+    """Holds one row of the table: in this phase, where these facts hold, that move is made.
 
     Args:
-        before: the phase it is about; ``None`` stands for every phase.
-        facts: name of a fact → what it has to be.
-        move: what is done.
-        after: the phase it leads to; ``None`` stands for the first phase of a new plan.
+        before: the phase that the row is for; ``None`` stands for every phase.
+        facts: name of a fact → the value it must have.
+        move: the move that is made.
+        after: the phase that the move leads to; ``None`` stands for the first phase of a new plan.
     """
 
     before: Phase | None
@@ -158,7 +158,7 @@ class Row:
     after: Phase | None
 
     def matches(self, facts: Facts) -> bool:
-        """Returns whether the facts are so and the move was not found impossible."""
+        """Returns whether the row's facts hold and its move was not found impossible."""
         return (
             self.before in (None, facts.phase)
             and self.move not in facts.failed
@@ -212,7 +212,7 @@ TABLE: tuple[Row, ...] = (
     Row(Phase.VERIFY, _OVER, Move.KEEP_SMALLEST, Phase.FINAL),
     Row(Phase.VERIFY, {"enough_steps": True}, Move.FINISH, Phase.FINAL),
     Row(Phase.VERIFY, {}, Move.STAY, Phase.VERIFY),
-    # what shares the allocator with a final step changes as training goes on
+    # other users of the allocator change as training goes on: a final step may exceed the limit
     Row(
         Phase.FINAL, {**_OVER_WITH_PLAN, "attempts_left": True},
         Move.TIGHTEN, Phase.VERIFY,
@@ -239,15 +239,15 @@ def decide(facts: Facts) -> tuple[Move, Phase]:
 
 
 def _first_phase(move: Move, recorded: Recorded) -> Phase:
-    """Returns the first phase of a new plan: what was not recorded yet is, where it can be."""
-    # a split step is another graph: what was recorded before tells nothing of it
+    """Returns the first phase of a new plan: its steps are recorded once, where they can be."""
+    # a split step is another graph: an earlier recording tells nothing of it
     known = (Recorded.BLIND,) if move is Move.SPLIT else tuple(set(Recorded) - {Recorded.NONE})
     return Phase.VERIFY if recorded in known else Phase.WARM_UP
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryCounts:
-    """Counts what was tried for a batch shape, so that every path ends.
+    """Counts the moves that were tried for a batch shape, so that every path ends.
 
     Args:
         tightenings: how often the plan was made again since the batch was last split.
@@ -268,7 +268,7 @@ class RetryCounts:
     replan_failed: bool = False
 
     def attempts_left(self, *, out_of_memory: bool) -> bool:
-        """Returns whether a plan may be made once more for what was too much."""
+        """Returns whether a plan may be made once more because a step needed too much memory."""
         if out_of_memory:
             return self.out_of_memory < MAX_OUT_OF_MEMORY
         return self.tightenings < MAX_TIGHTENINGS
@@ -279,8 +279,10 @@ class RetryCounts:
         return self.splits < len(MICRO_BATCHES)
 
     def without(self, move: Move) -> RetryCounts:
-        """Returns the counts after a move that could not be made: a plan that could not be made
-        again for what was too much cannot the next time."""
+        """Returns the counts after a move that could not be made.
+
+        Where no tighter plan was found once, none is looked for again.
+        """
         if move is Move.REPLAN:
             return replace(self, replan_failed=True)
         return replace(self, tightenings=MAX_TIGHTENINGS) if move is Move.TIGHTEN else self

@@ -1,8 +1,8 @@
 """Records what the steps of one ``fit`` have shown of its device, in whichever mode they ran.
 
 A ``fit`` may train in several modes, one after the other or in turn
-(:mod:`keras_remat.training.modes`). They share the device, so that what one of them has seen
-is true for all.
+(:mod:`keras_remat.training.modes`). They share the device, so what one mode has shown holds for
+all.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """Says what was seen so far.
+    """Holds what steps have shown so far.
 
     Args:
         copy_s: seconds that copying the model's state to the host took; ``None`` before the first
             copy.
         step_s: seconds of the newest step that was waited for.
-        after_plain: whether the last step was none under a plan.
-        plain_seen: by how steps are compiled, since predictions differ: of the largest plain step
-            that was measured, its activation bytes as predicted, and how many times as many it
-            took.
+        after_plain: whether the last step was Keras's own, not one under a plan.
+        plain_seen: compilation → the predicted activation bytes of the largest measured plain step,
+            and the ratio of its measured bytes to these. Predictions differ between compilations.
     """
 
     copy_s: float | None = None

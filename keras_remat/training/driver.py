@@ -1,9 +1,10 @@
-"""Drives a ``fit``: what comes is put together, tried, noted, decided on, and done.
+"""Drives a ``fit``: forms batches, runs steps, notes results, decides on moves and makes them.
 
-Nobody else assigns ``fit.record``, which is all that is known of a fit. Batches are put together in
-``batches``, tried in ``steps``; what follows is decided by the table in ``decide`` and the rules of
-``contest``, and done in ``effects`` for one shape, in ``modes`` between compiled and ordered steps
-and numbers of micro-batches, in ``sizes`` between batch sizes. ``tell`` has every sentence.
+Only this module assigns ``fit.record``, which holds all that is known of a fit. ``batches`` puts
+batches together, and ``steps`` runs them. The table in ``decide`` and the rules in ``contest``
+decide what follows. ``effects`` makes the moves of one shape, ``modes`` those between compiled and
+ordered steps and between numbers of micro-batches, ``sizes`` those between batch sizes. ``tell``
+has every sentence.
 
 Every batch that comes in is trained exactly once: a step that runs out of memory is undone, and its
 batch trained again, under a plan for what the device had.
@@ -38,7 +39,7 @@ from keras_remat.training.undo import Outcome, Trained
 
 
 def note(fit: FitState, seen: Callable[[FitState], FitRecord]) -> None:
-    """Notes what is known after something that is no step: a begin, an epoch's end."""
+    """Assigns a new record after an event that is no step: a begin, an epoch's end."""
     fit.record = seen(fit)
 
 
@@ -92,9 +93,9 @@ def _train_one(fit: FitState, due: batches.Due) -> None:
 def train_batch(
     fit: FitState, batch: Any, constraints: StepConstraints = USUAL_CONSTRAINTS, timed: bool = False
 ) -> Any:
-    """Trains one batch in the mode in force, or another one where that cannot; returns its logs.
+    """Trains one batch and returns its logs; where the running mode fails, the next one takes over.
 
-    A step that is ``timed`` is waited for. What the last mode raises is the user's.
+    A ``timed`` step is waited for. The error of the last mode is raised.
     """
     size, limit, trial = batch_size_of(batch), fit.record.lowered_limit, fit.record.contest.trial
     if trial is not None and size != trial.size:
@@ -138,7 +139,7 @@ def _step(fit: FitState, mode: Mode, batch: Any, constraints: StepConstraints, t
 
 
 def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
-    """Decides what follows for a shape, and does it; where that cannot be made, the next best."""
+    """Decides on a shape's next move and makes it; where it cannot be made, the next best one."""
     fit, shape = tools.fit, tools.steps.shapes[key]
     facts, failure = facts_of(tools, shape, outcome), None
     while True:
@@ -155,7 +156,7 @@ def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
 
 
 def train_settled(tools: Tools, shape: PlannedShape, batch: Any) -> Any:
-    """Runs a final step and returns its logs, at the cost of little more than a call of it."""
+    """Runs a final step and returns its logs; costs little more than the step's call."""
     fit, backend, device = tools.fit, tools.backend, tools.fit.record.device
     logs, usage = backend.measure(partial(shape.run, batch), wait=False)
     usage = Usage(device.step_s, usage.peak_bytes)  # the time of the last one that was waited for
@@ -169,8 +170,10 @@ def train_settled(tools: Tools, shape: PlannedShape, batch: Any) -> Any:
 
 
 def watched(fit: FitState, shape: PlainShape, usage: Usage) -> None:
-    """Notes what a shape's plain steps took that were watched from outside, and what follows; where
-    that is over the limit, its next batch is planned for."""
+    """Notes the usage of plain steps that were watched from outside, and makes the next move.
+
+    Where they are over the limit, the move waits for the shape's next batch.
+    """
     tools, before = running_tools(fit), steps.seen(shape, usage)
     fit.record = fit.record.with_shape(tools.mode, before)
     if not tools.is_over(before):

@@ -1,10 +1,10 @@
 """Makes the moves that the table decides on: each returns how a shape is trained next.
 
-One function a move, called by the move's name. One that needs a plan raises
+Each move has a function of its name. A function that needs a plan raises
 :class:`~keras_remat.errors.InfeasibleBudgetError` or
 :class:`~keras_remat.errors.ScheduleNotFoundError` where none is found, and
 :class:`~keras_remat.errors.UnsupportedModelError` where the step cannot be swapped; :func:`make`
-returns that as a fact for the next decision (:mod:`keras_remat.training.decide`).
+returns the error as a fact for the next decision (:mod:`keras_remat.training.decide`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from keras_remat.training.undo import Outcome, OutOfMemory
 
 logger = logging.getLogger(__name__)
 
-#: Seconds below which solving for a faster plan is not begun.
+#: Least seconds that a faster plan must be able to save; below, it is not solved for.
 _LEAST_SOLVE_S = 0.5
 
 
@@ -59,8 +59,8 @@ def stay(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> Sha
 def plan(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
     """Plans for a plain step that measured over the limit.
 
-    It ran in no order and by other ops, which says little about ours: those are planned for as
-    if it had not run.
+    It ran in no order and with other ops, so its peak says little about a plan's: the plan is made
+    as if it had not run.
     """
     costs = costs_of(tools, shape, outcome.batch)
     predicted = tools.costs.plain_peak_bytes(costs)
@@ -101,7 +101,7 @@ def start_recorder(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: P
 
 
 def end_recording(tools: Tools, shape: Recording) -> Recording:
-    """Returns the shape with what the recorder has seen of its steps."""
+    """Ends a recording and returns the shape with its measured profile, if there is one."""
     with tools.fit.long_task("reading the profile"):
         profile = shape.recorder.stop(shape.run, shape.resident_bytes)
         if shape.recorder.remark:
@@ -122,7 +122,7 @@ def _observe(tools: Tools, shape: PlannedShape) -> None:
 
 
 def keep_plan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-    """Keeps the plan; what it predicts follows the newest profile."""
+    """Keeps the plan, and predicts it again by the newest profile."""
     if shape.recorded is not Recorded.MEASURED:
         tools.fit.event(*tell.recorded_nothing(is_busy=shape.recorded is Recorded.BUSY))
     problem = shape.costs.problem
@@ -138,7 +138,7 @@ def keep_plan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase)
 
 
 def run_plain(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-    """Goes on with Keras's own step, which fits by what was measured."""
+    """Goes on with Keras's own step, which fits by measurement."""
     if shape.tries.profiled:
         tools.fit.event(*tell.plain_is_back())
     else:
@@ -180,7 +180,7 @@ def _solved_beside(tools: Tools, shape: PlannedShape) -> Plan | None:
         return None
     except BudgetError as error:  # of a part of the limit
         raise tools.plans.not_found(problem) from error
-    # steps were measured meanwhile
+    # the memory model has seen more steps meanwhile
     now = tools.costs.predict(problem, found.solution.schedule)
     return replace(found, predicted=now) if tools.fit.limit.fits(now.peak_bytes) else None
 
@@ -188,7 +188,7 @@ def _solved_beside(tools: Tools, shape: PlannedShape) -> Plan | None:
 def replan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
     """Plans again from the measured profile, or keeps the plan where it is as good.
 
-    An order that was made so for another shape will do, where it fits.
+    An order that was made this way for another shape is taken, where it fits.
     """
     costs, known = shape.costs, tools.known(shape)
     now = tools.costs.predict(costs.problem, shape.schedule)
@@ -215,7 +215,7 @@ def replan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) ->
 
 
 def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-    """Plans again for what the measured peak was too much."""
+    """Plans again for a smaller peak, because the measured one is over the limit."""
     peak, limit, costs = shape.peak_bytes, tools.fit.limit, shape.costs
     tools.fit.event(*tell.tightens(peak, shape.plan.predicted.peak_bytes, limit))
     _observe(tools, shape)
@@ -253,7 +253,7 @@ def try_plain(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase)
 
 
 def keep_smallest(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
-    """Goes on with the step that measured least of those over the limit."""
+    """Goes on with the step whose measured peak, though over the limit, is smallest."""
     least = min(
         (seen for seen in shape.over_limit if seen.steps),
         key=lambda seen: seen.peak_bytes,
@@ -278,14 +278,14 @@ def keep_smallest(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phas
 
 
 def _built_again(tools: Tools, shape: ShapeState, seen: OverLimit, phase: Phase) -> ShapeState:
-    """Returns the record of a step that is known to be over the limit."""
+    """Builds a step that measured over the limit again, and returns its record."""
     if seen.plan is None:
         return shape.plainly(tools.fit.installed.run_plain, seen.costs, phase)
     return tools.plans.lowered(shape, seen.costs, seen.plan, phase)
 
 
 def finish(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
-    """Goes on with what was measured."""
+    """Makes the measured step final."""
     usage, limit = shape.measured, tools.fit.limit
     if isinstance(shape, TracedShape) and tools.backend.device.has_statistics:
         order = shape.schedule if isinstance(shape, PlannedShape) else shape.costs.store_all
@@ -299,7 +299,7 @@ def finish(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> S
 
 
 def _finish_plan(tools: Tools, shape: PlannedShape, usage: Usage, phase: Phase) -> ShapeState:
-    """Goes on with a plan; what it measured is the plan's, where peaks can be measured."""
+    """Makes a plan's step final; the plan keeps its measured usage, if peaks can be measured."""
     final, limit = shape.plan, tools.fit.limit
     has_peak = tools.backend.device.has_statistics
     if has_peak:
@@ -316,7 +316,10 @@ def _finish_plan(tools: Tools, shape: PlannedShape, usage: Usage, phase: Phase) 
 def lower_limit(
     tools: Tools, shape: ShapeState, outcome: OutOfMemory, phase: Phase
 ) -> tuple[FitRecord, Exception | None]:
-    """Plans for what the device had when the step failed, which holds whatever is found."""
+    """Lowers the limit to what the device had when the step failed, and plans for it.
+
+    The limit stays lowered even where no plan is found.
+    """
     fit, before = tools.fit, tools.fit.limit
     costs = costs_of(tools, shape, outcome.batch)
     schedule = shape.schedule if isinstance(shape, PlannedShape) else costs.store_all
@@ -327,7 +330,7 @@ def lower_limit(
         with fit.progress("solving for the schedule"):
             found, costs = for_less(tools, shape, costs, limit, needed)
         if not limit.fits(found.predicted.peak_bytes):
-            # out of reach; all that is known for certain is what was too much
+            # out of reach; for certain, the failed step needed too much
             limit = before.lowered(needed - 1)
         fit.event(*tell.lowered_limit(limit, found))
         shape = tools.plans.lowered(shape, costs, found, phase)
@@ -375,8 +378,8 @@ def make(
     """Makes a move other than REFUSE.
 
     Returns:
-        What is known then, and why the move could not be made: no plan was found that it needs, or
-        none can be run.
+        The record after the move, and the error where it could not be made: the plan it needs was
+        not found, or cannot be run.
     """
     failure: Exception | None
     fit = tools.fit

@@ -1,7 +1,7 @@
 """States the facts that the next move of a batch shape depends on.
 
-Here devices and predictions are asked; the table (:mod:`keras_remat.training.decide`) knows only
-what came of that.
+This module asks devices and predictions; the table (:mod:`keras_remat.training.decide`) sees only
+the answers.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from keras_remat.training.shape_state import (
 from keras_remat.training.tools import Tools
 from keras_remat.training.undo import Outcome, OutOfMemory
 
-#: Plain steps of at least so many seconds are compared with larger ones after so many measurements;
-#: shorter ones are dominated by what is not their ops.
+#: Plain steps of at least 0.1 s are compared with larger ones after 8 measurements; in shorter
+#: steps, time outside the ops dominates.
 _LONG_STEP_S, _COMPARED_STEPS = 0.1, 8
-#: How much more than it takes a plain step may be predicted to need: one of ConvLSTM layers is
-#: predicted at 92 MiB and takes 88, and ours may be as far off.
+#: Ratio of a plain step's predicted peak to the smallest measured one, up to which it is tried: a
+#: step of ConvLSTM layers is predicted at 92 MiB and takes 88, and a plan's may be as far off.
 _PLAIN_OFF = 1.25
 
 
 def facts_of(tools: Tools, shape: ShapeState, outcome: Outcome) -> Facts:
-    """Returns all that the next move of a shape depends on."""
+    """Returns all facts that the next move of a shape depends on."""
     out_of_memory = isinstance(outcome, OutOfMemory)
     return Facts(
         phase=shape.phase,
@@ -52,7 +52,7 @@ def facts_of(tools: Tools, shape: ShapeState, outcome: Outcome) -> Facts:
 
 
 def _plain_is_predicted_to_fit(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether by the costs that were just recorded Keras's own step fits."""
+    """Returns whether Keras's own step fits by the costs that were just recorded."""
     if not isinstance(shape, Recording) or shape.recorded is not Recorded.MEASURED:
         return False
     peak_bytes = tools.costs.plain_bound_bytes(shape.costs)
@@ -60,8 +60,10 @@ def _plain_is_predicted_to_fit(tools: Tools, shape: ShapeState) -> bool:
 
 
 def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether Keras's own step is worth measuring where no plan keeps to the limit:
-    predicted, it does not take much more than what measured least."""
+    """Returns whether Keras's own step is worth measuring where no plan keeps to the limit.
+
+    It is if its predicted peak is not much above the smallest measured one.
+    """
     if not isinstance(shape, PlannedShape) or not tools.is_over(shape):
         return False
     is_measured = shape.tries.plain_tried or any(seen.plan is None for seen in shape.over_limit)
@@ -75,8 +77,8 @@ def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
 
 
 def _wanted_steps(shape: ShapeState, profile_steps: int) -> int:
-    """Returns how many steps of a phase are measured: more plain ones where larger ones will take
-    over that are compared with them."""
+    """Returns how many steps of a phase are measured: more of plain steps that are to be compared
+    with the steps of larger batches."""
     compared = shape.phase is Phase.PLAIN and shape.constraints.may_split and bool(shape.steps)
     if compared and min(step.time_s for step in shape.steps) >= _LONG_STEP_S:
         return max(profile_steps, _COMPARED_STEPS)

@@ -2,9 +2,9 @@
 
 The callback says what Keras does (a batch begins, an epoch ends); the installed train function asks
 for every batch. Between them this module keeps the promise that every batch is trained exactly
-once, whoever calls: what was held back is trained when the epoch's last step begins, and where
-Keras ends an epoch without one (its data were used up, or training was stopped), before validation,
-or at the epoch's end at the latest.
+once, whoever calls. Samples that were held back are trained when the epoch's last step begins.
+Where Keras ends an epoch without a last step (its data were used up, or training was stopped), they
+are trained before validation, or at the epoch's end at the latest.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from keras_remat.training.other_phases import Validation, whole_data_news
 from keras_remat.training.tools import running_tools
 from keras_remat.training.watch import Pace
 
-#: How often the callback may stand aside in one fit: each time but the first, a step came near the
-#: limit before.
+#: Most times that the callback stands aside in one fit: it ends each time that a step comes near
+#: the limit.
 _MOST_ASIDES = 3
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Says what is known of an epoch so far.
+    """Holds an epoch's number and logs.
 
     Args:
-        number: Keras's.
-        rest_logs: of what was trained after Keras's last step.
+        number: Keras's number of the epoch.
+        rest_logs: logs of the samples that were trained after Keras's last step.
     """
 
     number: int = 0
@@ -58,9 +58,9 @@ class FitSession:
     """Trains the batches of one ``fit``.
 
     Args:
-        backends: those that can train it, the one to begin with first.
+        backends: backends that can train the model; training begins with the first.
         progress: ``progress(text)`` as a context manager around everything that takes long.
-        steps_per_epoch, epochs: as far as Keras knows.
+        steps_per_epoch, epochs: numbers of each; ``None`` where Keras does not know them.
     """
 
     def __init__(
@@ -154,13 +154,13 @@ class FitSession:
         return logs
 
     def _go_on_unmodified(self, error: UnsupportedModelError, *others: Any) -> Any:
-        """Trains by Keras's own step from here on: what is held back, and ``others``."""
+        """Trains by Keras's own step from here on, beginning with held batches and ``others``."""
         self._is_unmodified = True
         warn_unmodified(self._report, error, self._fit.steps_run)
         return self._run_unmodified(*others)
 
     def _run_unmodified(self, *others: Any) -> Any:
-        """Trains what is held back, and ``others``, by Keras's own step."""
+        """Trains the held batches, and ``others``, by Keras's own step."""
         left = [*self._fit.record.held.batches, *others]
         driver.note(self._fit, batches.none_held)
         return [self._installed.run_plain(one) for one in left][-1]
@@ -168,8 +168,8 @@ class FitSession:
     def run_alone(self, batch: Any, caller: Caller) -> Any:
         """Trains a batch of ``train_on_batch`` at once.
 
-        One of another callback before the first of ``fit`` is trained by Keras's own step: what is
-        planned is planned for the batches of ``fit``.
+        Where another callback trains one before the first batch of ``fit``, Keras's own step trains
+        it: plans are made for the batches of ``fit``.
         """
         too_early = caller is Caller.GUEST and not self._fit.record.sizes.loader
         if too_early or self._is_unmodified or batch_size_of(batch) == 0:
@@ -187,7 +187,8 @@ class FitSession:
         self._fit.begin_epoch(self._most_steps(self._epoch.number))
 
     def finish(self) -> Any:
-        """Trains what was held back of this epoch; ``None`` where nothing was."""
+        """Trains the samples of this epoch that were held back; returns ``None`` where none
+        were."""
         try:
             with self._training():
                 return driver.finish(self._fit)
@@ -263,7 +264,7 @@ class FitSession:
     def _is_idle(self, fit: RunningFit | None) -> bool:
         """Returns whether nothing is to be done but to watch.
 
-        Of several processes one that fails has to tell the others: their steps are always ours.
+        Several processes never stand aside: one that fails has to tell the others.
         """
         return (
             self._asides_left > 0
@@ -274,10 +275,10 @@ class FitSession:
         )
 
     def passes(self, batch: int) -> bool:
-        """Notes the begin of a batch; returns whether that is all.
+        """Notes the begin of a batch; returns whether nothing else is to be done.
 
-        It is all where nothing is to be done and no look at the step is due, and where a step is
-        settled: nothing is new since the batch before, as the record is as it was.
+        That is so where the callback stands aside and no look at the step is due. It is also so
+        where a step is settled and the record has not changed since the batch before.
         """
         if self._aside is not None:
             return self._aside.passes(batch)
@@ -287,7 +288,7 @@ class FitSession:
         return True
 
     def validation_begins(self) -> None:
-        """Trains what Keras has ended the epoch without, where the ``fit`` is this one."""
+        """Trains the samples that Keras ended the epoch without, where this ``fit`` validates."""
         if self._callers.running_fit is not None:
             self._train_rest()
             if self._aside is not None:
@@ -345,15 +346,17 @@ class FitSession:
         return rest | self._report.epoch_logs(usage)
 
     def _note_what_is_held(self) -> None:
-        """Notes what is in use between steps, as seldom as its cost asks for."""
+        """Notes the bytes in use between steps, so seldom that it takes little time."""
         if self._between.is_due():
             started = time.perf_counter()
             self._fit.note_phase("between steps", self._backends[0].device.in_use_bytes())
             self._between.looked(time.perf_counter() - started)
 
     def _predicted_peak_bytes(self) -> int:
-        """Returns what stands for a measured peak where the allocator keeps no statistics; nothing
-        changes it while the step stays."""
+        """Returns the predicted peak where the allocator keeps no statistics, else 0.
+
+        The prediction does not change while the step stays.
+        """
         plan, problem, backend = self.plan, self.problem, running_tools(self._fit).backend
         if backend.device.has_statistics or problem is None:
             return 0
@@ -365,8 +368,8 @@ class FitSession:
         return self._unmeasured[1]
 
     def stop(self) -> None:
-        """Ends what runs beside the steps, and holds neither the ``fit``, which has ended, nor its
-        data any longer; see :class:`~keras_remat.backends.installed.StepRunner`."""
+        """Ends recordings and solvers, and drops the ``fit``, which has ended, and its data; see
+        :class:`~keras_remat.backends.installed.StepRunner`."""
         self._callers.forget()
         driver.note(self._fit, modes.stopped)
         driver.note(self._fit, batches.none_held)

@@ -29,8 +29,8 @@ from keras_remat.training.shape_state import PlannedShape, Signatures
 
 logger = logging.getLogger(__name__)
 
-#: Before the first plan trains, plans are improved until set-up has taken as long as so many plain
-#: steps are predicted to take, or so many seconds where that is more.
+#: Before the first plan trains, plans are improved until set-up has taken as long as 20 predicted
+#: plain steps, or 20 seconds where that is more.
 _SETUP_STEPS, _SETUP_S = 20, 20.0
 
 
@@ -44,8 +44,10 @@ def setup_limit_s(plain_s: float) -> float:
 
 
 def limit_of(backend: Backend, options: FitOptions) -> Limit:
-    """Returns the limit that was asked for, of what the device has now; of several processes that
-    train one model, the least that one of them has."""
+    """Returns the limit that was asked for, on the device as it is now.
+
+    Several processes that train one model all get the smallest limit among them.
+    """
     limit = limit_on(backend.device, options.memory_limit, options.margin)
     (least_bytes,) = backend.processes.least(limit.total_bytes)
     return limit.lowered(least_bytes)
@@ -67,22 +69,23 @@ class FitState:
     """Holds the report, the counters and the train function of one ``fit``, and its record.
 
     Args:
-        options: of the callback.
-        backends: those that can train the model, the one to begin with first.
+        options: the callback's options.
+        backends: backends that can train the model; training begins with the first.
         progress: ``progress(text)`` as a context manager around everything that takes long.
-        most_steps: that the ``fit`` can have; ``None`` where that is not known.
-        steps_per_epoch: of the batches that ``fit`` was given; ``None`` where that is not known.
-        is_profiled: whether another callback records, or is going to.
+        most_steps: most steps that the ``fit`` can have; ``None`` where that is not known.
+        steps_per_epoch: number of batches in an epoch, as ``fit`` was given them; ``None`` where
+            that is not known.
+        is_profiled: returns whether another callback records a profile, or is going to.
 
     Attributes:
         record: what is known of the fit; :mod:`keras_remat.training.driver` alone assigns it.
-        learning_rate: scales it in the steps of larger batches.
-        signatures: of the batches that came.
-        handles: mode → what a framework holds for it; see :mod:`keras_remat.training.tools`.
+        learning_rate: scales the learning rate in the steps of larger batches.
+        signatures: finds the signatures of batches.
+        handles: mode → its tools; see :mod:`keras_remat.training.tools`.
         steps_run: how many steps this ``fit`` has trained.
-        counter: what was counted since :meth:`take_counter`.
-        settled: layout of a shape's batches → the tools and the shape that train them, where its
-            step is settled, as long as the record stays as it is.
+        counter: counts since the last :meth:`take_counter`.
+        settled: layout of a batch → the tools and the shape that train it, for shapes whose step is
+            settled; emptied when the record changes.
         pending: the result of the newest step, where that was not waited for and may run still.
     """
 
@@ -139,11 +142,11 @@ class FitState:
 
     @property
     def limit(self) -> Limit:
-        """Returns the limit in force: what was asked for, or less where the device turned out to
+        """Returns the limit in force: the one asked for, or less where the device turned out to
         have less.
 
-        What was asked for is read after the first trace: on the host, tracing takes from the same
-        memory.
+        The limit asked for is computed after the first trace: on the host, tracing takes from the
+        same memory.
         """
         if self._asked_limit is None:
             self._asked_limit = limit_of(self.backends[0], self.options)
@@ -173,8 +176,8 @@ class FitState:
         self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
 
     def count_watched(self, steps: int, samples: int, usage: Usage) -> None:
-        """Counts steps that Keras's own train function has trained; of fewer than none, takes back
-        what was counted too many."""
+        """Counts steps that Keras's own train function trained; negative numbers correct the
+        count."""
         self.steps_run += steps
         self.counter.samples += samples
         self.counter.steps += steps
@@ -182,12 +185,12 @@ class FitState:
         self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
 
     def note_phase(self, phase: str, peak_bytes: int, predicted_bytes: int = 0) -> None:
-        """Notes what another phase than training had in use.
+        """Notes the peak of a phase other than training.
 
         Args:
             phase: its name in the report.
-            peak_bytes: measured; 0 where nothing counts.
-            predicted_bytes: stands for it there; 0 where nothing is known either.
+            peak_bytes: measured peak; 0 where the device counts nothing.
+            predicted_bytes: predicted peak, which is taken there; 0 where there is none.
         """
         report, most_bytes = self.report, peak_bytes or predicted_bytes
         if not peak_bytes and most_bytes and phase not in report.phase_peak_bytes:
@@ -197,7 +200,7 @@ class FitState:
             report.phase_peak_bytes[phase] = max(most_bytes, known)
 
     def take_counter(self) -> StepCounter:
-        """Returns what was counted since the last call and starts again from zero."""
+        """Returns the counts since the last call and starts again from zero."""
         counter, self.counter = self.counter, StepCounter()
         return counter
 
@@ -234,9 +237,9 @@ class FitState:
 
     @contextmanager
     def long_task(self, text: str) -> Iterator[None]:
-        """Counts something apart that takes long and is no training; shows a progress bar.
+        """Counts a long task apart from training, and shows a progress bar.
 
-        Frees what it leaves in reference cycles: errors that were caught hold the frames below
+        Frees the reference cycles that it leaves: errors that were caught hold the frames below
         them, and with these the newest batch.
         """
         with self.planning(), self.progress(text):
@@ -251,7 +254,7 @@ class FitState:
         logger.info("keras_remat: %s", message)
 
     def was_reported(self, message: str) -> bool:
-        """Returns whether an event has said so."""
+        """Returns whether an event has had this message."""
         return any(event.message == message for event in self.report.events)
 
     def warn(self, kind: EventKind, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Loader batches joined into larger ones, and split to size: every sample once, in order.
+"""Joins loader batches into larger ones and splits them to size: every sample once, in order.
 
 Batches are held, joined and sliced in the host's memory, so that a GPU gets one batch at a time.
 """
@@ -25,12 +25,12 @@ from keras_remat.errors import UnsupportedModelError
 class HeldBatches:
     """Holds loader batches back until enough samples are there.
 
-    Samples stay in order, and none is dropped or repeated: what goes in by :meth:`adding` comes out
-    by :meth:`taking`.
+    Samples stay in order, and none is dropped or repeated: all that go in by :meth:`adding` come
+    out by :meth:`taking`.
 
     Args:
         batches: the oldest first.
-        samples: of all of them.
+        samples: number of samples in all of them.
     """
 
     batches: tuple[Any, ...] = ()
@@ -69,16 +69,18 @@ class HeldBatches:
         return replace(self, batches=(*self.batches[:-1], newest))
 
     def with_oldest(self, batch: Any) -> Self:
-        """Returns what there was before a :meth:`taking`: the samples are the oldest again."""
+        """Returns the batches as before a :meth:`taking`: the batch is the oldest again."""
         return replace(
             self, batches=(batch, *self.batches), samples=self.samples + batch_size_of(batch)
         )
 
     def given_back(self, batch: Any, size: int) -> Self:
-        """Returns what there was before a :meth:`taking`, in batches of ``size`` samples.
+        """Returns the batches as before a :meth:`taking`, the one taken in batches of ``size``
+        samples.
 
-        Arrays of the host become batches with memory of their own, which is free once they are
-        trained. In one piece, all of it would be in memory until its last sample is trained.
+        Arrays of the host become batches with memory of their own, which is freed once each is
+        trained. In one piece, the whole batch would stay in memory until its last sample is
+        trained.
         """
         with keras.device("cpu:0"):
             whole = keras.tree.map_structure(_on_host, batch)
@@ -124,18 +126,20 @@ class HeldBatches:
 
 
 def bytes_beside(batch: Any) -> int:
-    """Returns the bytes of the host's memory that lie beside a step of joined batches: of the
-    loader's newest batch, and of what was cut off it. A part of one of NumPy's arrays, and of one
-    of PyTorch's tensors, shares the memory of the whole; one of another framework's may be a
-    copy."""
+    """Returns the host bytes that lie beside a step of joined batches.
+
+    They are those of the loader's newest batch and of the part that was cut off it. A part of a
+    NumPy array or a PyTorch tensor shares the memory of the whole; a part of another framework's
+    tensor may be a copy.
+    """
     shares = keras.backend.backend() == "torch"
     copies = [one for one in leaves_of(batch) if not shares and not isinstance(one, np.ndarray)]
     return batch_bytes(batch) + batch_bytes(copies)
 
 
 def _on_host(leaf: Any) -> Any:
-    """Returns an array that holds no memory of an accelerator, and is in one piece. TensorFlow's
-    iterators give such tensors, unless they are divided among replicas."""
+    """Returns an array in one piece on the host. TensorFlow's iterators give such tensors, unless
+    they are divided among replicas."""
     on_host = keras.backend.backend() == "tensorflow" and keras.ops.is_tensor(leaf)
     return leaf if leaf is None or on_host else np.asarray(leaf)
 

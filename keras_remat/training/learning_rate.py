@@ -1,4 +1,4 @@
-"""The learning rate follows the batch, without ever being changed for the user.
+"""Scales the learning rate with the batch, without ever changing the user's own.
 
 Larger batches are often trained with a learning rate that grows with them, in proportion ("linear")
 or by its root ("sqrt"). The factor is put on the optimizer's variable right before a step and taken

@@ -1,10 +1,10 @@
-"""Lets the modes of a ``fit`` compete: measured, where several are possible.
+"""Lets the modes of a ``fit`` compete by measurement, where several are possible.
 
 Training begins with the first mode; one that cannot carry the step, or finds no schedule under the
 limit, gives way to the next. Once the first one's step is final and under a plan, the next one is
 tried under a quick plan: both train a few batches in turn, and the faster of those within the limit
-stays. Then the next mode is tried against it. Every batch is trained exactly once, by whichever is
-in force. What decides is in :mod:`keras_remat.training.contest`; here it is told and done.
+stays. Then the next mode is tried against it. Every batch is trained exactly once, by the mode in
+force. The rules are in :mod:`keras_remat.training.contest`; this module applies and reports them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from keras_remat.training.shape_state import (
 )
 from keras_remat.training.tools import Tools, running_tools, tools_of
 
-#: What a mode raises that cannot train a batch.
+#: Errors that a mode raises where it cannot train a batch.
 FAILURES = (BudgetError, UnsupportedModelError, PlanMismatchError)
 
 
 def begun(fit: FitState) -> FitRecord:
-    """Returns the record of a fit that begins: nothing is known."""
+    """Returns the record of a fit that begins, which knows nothing."""
     options = fit.options
     contest = Contest(
         running=Mode(0, options.micro_batches),
@@ -43,7 +43,7 @@ def begun(fit: FitState) -> FitRecord:
 
 
 def begun_anew(fit: FitState) -> FitRecord:
-    """Returns the record of a fit whose model was compiled anew: no sample that is held is lost."""
+    """Returns the record of a fit whose model was compiled anew; samples that are held stay."""
     for mode in fit.record.contest.sides:
         close(fit, mode)
     new = begun(fit)
@@ -58,8 +58,10 @@ def stopped(fit: FitState) -> FitRecord:
 
 
 def settled(fit: FitState, batch: Any) -> tuple[Tools, PlannedShape] | None:
-    """Returns what trains a loader batch where its step is settled, and no other size or mode is
-    looked for; ``None`` where something is to be found out."""
+    """Returns the tools and the shape that train a loader batch, where its step is settled.
+
+    Returns ``None`` where another size or mode is looked for, or a look at the step is due.
+    """
     layout = layout_of(batch)
     settled: tuple[Tools, PlannedShape] | None = fit.settled.get(layout)
     if settled is None:
@@ -79,8 +81,11 @@ def _settled_shape(fit: FitState, batch: Any) -> PlannedShape | None:
 
 
 def constraints_in(contest: Contest[Mode], constraints: StepConstraints) -> StepConstraints:
-    """Returns what constrains how the running mode trains a batch: it is split after the last mode
-    has failed, and no mode misses the limit where more micro-batches may be tried."""
+    """Returns the constraints on how the running mode trains a batch.
+
+    The batch is split only once no other mode is left, and no mode may miss the limit while more
+    micro-batches may be tried.
+    """
     return replace(
         constraints,
         may_split=constraints.may_split and not contest.may_try,
@@ -89,8 +94,10 @@ def constraints_in(contest: Contest[Mode], constraints: StepConstraints) -> Step
 
 
 def after_step(fit: FitState, size: int) -> FitRecord:
-    """Returns what is known after a batch of ``size`` samples was trained: where its step is final,
-    another mode may be tried, or a trial go on or end."""
+    """Returns the record after a batch of ``size`` samples was trained.
+
+    Once its step is final, a trial of another mode may begin, go on or end.
+    """
     record, contest = fit.record, fit.record.contest
     if not record.running.is_final:
         return record
@@ -107,11 +114,12 @@ def after_step(fit: FitState, size: int) -> FitRecord:
 
 
 def after_failure(fit: FitState, limit: Limit | None, size: int, error: Exception) -> FitRecord:
-    """Returns what is known after the running mode could not train a batch of ``size`` samples;
-    where another one takes over, that one runs.
+    """Returns the record after the running mode could not train a batch of ``size`` samples.
+
+    Where another mode takes over, the record's running mode is that one.
 
     Args:
-        limit: to which it was lowered before the batch, if it was.
+        limit: the lowered limit before the batch; ``None`` if there was none.
     """
     failed, trial = fit.record.mode, fit.record.contest.trial
     contest = fit.record.contest.after_failure(
@@ -123,7 +131,7 @@ def after_failure(fit: FitState, limit: Limit | None, size: int, error: Exceptio
         kind = _kind(trial.champion, trial.rival)
         news = tell.cannot_be_used(kind, name_of(fit, failed), name_of(fit, kept), error)
         return _ended(fit, contest, trial, kept, news)
-    if contest.has_grown:  # what a larger batch ran into is its own
+    if contest.has_grown:  # where a larger batch failed, the limit from before it is in force again
         return replace(fit.record, contest=contest, lowered_limit=limit)
     contest, following = _following(fit, contest, size)
     if failed.micro_batches > fit.options.micro_batches and not contest.chooses_micro_batches:
@@ -138,7 +146,7 @@ def after_failure(fit: FitState, limit: Limit | None, size: int, error: Exceptio
 
 
 def close(fit: FitState, mode: Mode) -> None:
-    """Stops what a mode runs beside its steps, and frees what a framework holds for it."""
+    """Stops a mode's recordings and solvers, and frees its tools."""
     steps.stopped(fit.record.of(mode))
     fit.handles.pop(mode, None)
 
@@ -152,7 +160,7 @@ def name_of(fit: FitState, mode: Mode) -> str:
 
 
 def _begin_trial(fit: FitState, size: int) -> FitRecord:
-    """Lets the next mode show what it can do, where the first one's step is under a plan."""
+    """Begins a trial of the next mode, where the first one's step is under a plan."""
     record, contest, first = fit.record, fit.record.contest, fit.record.mode
     if not contest.may_try or fit.options.plan is not None:
         return record
@@ -161,7 +169,7 @@ def _begin_trial(fit: FitState, size: int) -> FitRecord:
     if record.running.plan is None and holds:
         return record
     contest = contest.judging(_tried(fit, first, usage))
-    # where the limit is broken, the next one has to do it
+    # where the limit is broken, the next mode is planned for in full and not as a trial
     contest, rival = _following(fit, contest, size, is_on_trial=holds)
     if rival is None:
         return replace(record, contest=contest)
@@ -170,7 +178,7 @@ def _begin_trial(fit: FitState, size: int) -> FitRecord:
 
 
 def _compared(fit: FitState, trial: Trial[Mode]) -> FitRecord:
-    """Ends a trial by what both steps took."""
+    """Ends a trial: compares the steps of both sides."""
     record, sides = fit.record, (trial.champion, trial.rival)
     old, new = usages = [trial.usage(side, record.of(side).settled_usage) for side in sides]
     more = trial.rival.micro_batches > trial.champion.micro_batches
@@ -214,7 +222,7 @@ def _following(
 
 
 def _tried(fit: FitState, mode: Mode, usage: Usage) -> Tried:
-    """Returns what a mode's final step says about more micro-batches."""
+    """Returns the result of a mode's final step, by which more micro-batches are chosen."""
     known, count, time_s = fit.record.of(mode), mode.micro_batches, usage.time_s
     plan, problem, share = known.plan, known.problem, 1.0
     if plan is not None and problem is not None and plan.predicted.time_s > 0:

@@ -1,4 +1,4 @@
-"""Counts what a ``fit`` takes beside its train steps: validation, and data that it holds whole.
+"""Counts the memory that a ``fit`` takes beside its train steps: validation, data held whole.
 
 A validation batch goes forward only. The traced train step predicts its memory: its forward ops run
 in their order, and no value is kept for a backward phase. Beside them lies what is in use when the
@@ -31,7 +31,7 @@ from keras_remat.training.callers import validation_batches_are_told, validation
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import TracedShape
 
-#: Data is named where it takes this share of the limit.
+#: Data that takes at least this share of the limit is reported.
 _LARGE_DATA_SHARE = 0.1
 
 
@@ -49,14 +49,14 @@ def forward_bytes(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class ValidationNeed:
-    """Says what a validation is predicted to need.
+    """Holds the bytes that a validation is predicted to need.
 
     Args:
         resident_bytes: bytes that stay in memory, beside the activations.
         sample_bytes: bytes of one sample's activations; a float, because it is a share.
         size: samples of a validation batch.
-        data_bytes: of one sample's inputs, targets and weight, a float; 0 where that is not known.
-        samples: of the validation; ``None`` where that is not known.
+        data_bytes: bytes of one sample's inputs, targets and weight, a float; 0 where unknown.
+        samples: samples of the validation; ``None`` where unknown.
     """
 
     resident_bytes: int
@@ -67,11 +67,11 @@ class ValidationNeed:
 
     @classmethod
     def of(cls, problem: Problem, batch_size: int, size: int, factor: float) -> ValidationNeed:
-        """Returns what a validation needs.
+        """Returns the need of a validation.
 
         Args:
             problem: the train step.
-            batch_size: its samples.
+            batch_size: samples of the train step.
             size: samples of a validation batch.
             factor: measured over predicted activations of earlier validations.
         """
@@ -80,7 +80,7 @@ class ValidationNeed:
 
     @property
     def needed_bytes(self) -> int:
-        """Returns what is predicted to be in use."""
+        """Returns the bytes that are predicted to be in use."""
         following = self.size if self.samples is None else max(0, self.samples - self.size)
         batches = self.size + min(self.size, following)
         activations = self.size * self.sample_bytes
@@ -102,7 +102,7 @@ def even_size(samples: int, most: int) -> int:
 
 
 class Validation:
-    """Keeps the validation of one ``fit`` within the limit, and notes what it took.
+    """Keeps the validation of one ``fit`` within the limit, and notes its peak.
 
     Batches that would need too much are made smaller before the first one runs. That is done only
     where the user named no validation batch size, and where the size changes no number
@@ -177,7 +177,7 @@ def whole_data_news(data: Any, on_host: bool, limit: Limit) -> tell.News | None:
     Args:
         data: the arrays that ``fit`` was given.
         on_host: whether the limit counts the host's memory.
-        limit: of the ``fit``.
+        limit: the ``fit``'s limit.
     """
     nbytes = _array_bytes(data)
     large = on_host and nbytes >= _LARGE_DATA_SHARE * limit.total_bytes

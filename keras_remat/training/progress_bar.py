@@ -16,7 +16,7 @@ HIDDEN_KEYS = frozenset({"remat_batch_size", "remat_samples_per_s"})
 
 
 def shorten_bars(callbacks: Iterable[Any]) -> Callable[[], None]:
-    """Has the bars among a ``fit``'s callbacks leave some keys out; returns what undoes it."""
+    """Makes the bars among a ``fit``'s callbacks leave out some keys; returns an undo function."""
     bars = [one for one in callbacks if isinstance(one, keras.callbacks.ProgbarLogger)]
     for bar in bars:
         bar.on_epoch_end = partial(_end_epoch, bar.on_epoch_end)

@@ -1,7 +1,7 @@
-"""Records what is known of a ``fit``; frozen, and made anew by what is seen.
+"""Holds all that is known of a ``fit`` in frozen records; every step makes a new one.
 
-:class:`FitRecord` is all of it, and :mod:`keras_remat.training.driver` alone assigns it. The record
-of one shape is in :mod:`keras_remat.training.shape_state`, that of the modes that compete in
+:class:`FitRecord` holds the others, and :mod:`keras_remat.training.driver` alone assigns it. The
+record of one shape is in :mod:`keras_remat.training.shape_state`, that of the modes that compete in
 :mod:`keras_remat.training.contest`.
 """
 
@@ -34,7 +34,7 @@ from keras_remat.training.shape_state import (
     is_within,
 )
 
-#: Steps of one size whose median time is compared with another size's.
+#: Number of steps of one size whose median time is compared with another size's.
 COMPARED_STEPS = 5
 
 
@@ -43,8 +43,8 @@ class Mode:
     """Names how batches are trained: by which backend's steps, in how many micro-batches.
 
     Args:
-        at: which of the backends that can train the model, from 0 on.
-        micro_batches: that a batch is asked to be trained in.
+        at: index of the backend among those that can train the model, from 0 on.
+        micro_batches: number of micro-batches that a batch is to be trained in.
         plain_may_run: ``False`` where it is known that Keras's own step does not fit.
         is_on_trial: whether another mode keeps to the limit, so that solving is worth little time.
     """
@@ -61,9 +61,9 @@ class StepsRecord:
 
     Args:
         shapes: signature → how its batches are trained.
-        reference: the shape that training is about; ``None`` before the first batch of one.
-        shown: the shape whose plan is in force: the reference, or the one before it.
-        expected: what is known of a reference that has not come yet.
+        reference: signature of the main shape; ``None`` before its first batch.
+        shown: signature of the shape whose plan is in force: the reference, or the one before it.
+        expected: plans and costs known for a reference that has not come yet.
     """
 
     shapes: Mapping[Signature, ShapeState] = field(default_factory=dict)
@@ -79,11 +79,12 @@ class StepsRecord:
         return replace(self, shapes={**self.shapes, shape.signature: shape}, shown=shown)
 
     def after_batch(self, key: Signature, size: int, *, allow_over_limit: bool) -> Self:
-        """Returns the record after a batch of a shape has come: the longest of the size in force is
-        what training is about.
+        """Returns the record after a batch of a shape has come.
+
+        The longest shape of the size in force becomes the reference.
 
         Args:
-            size: the samples of a step that is no rest; 0 where none is in force.
+            size: samples of a full step, which a rest has fewer of; 0 where no size is in force.
         """
         shape, reference = self.shapes[key], self.reference
         if reference is None:
@@ -104,7 +105,7 @@ class StepsRecord:
 
     @property
     def reference_shape(self) -> ShapeState | None:
-        """Returns how the shape that training is about is trained."""
+        """Returns how the reference shape is trained; ``None`` before there is one."""
         return None if self.reference is None else self.shapes[self.reference]
 
     @property
@@ -121,10 +122,10 @@ class StepsRecord:
 
     @property
     def settled_usage(self) -> Usage:
-        """Returns what the newest steps of the reference shape measured.
+        """Returns the usage that the newest steps of the reference shape measured.
 
         Raises:
-            LookupError: it is not final.
+            LookupError: the shape's step is not final.
         """
         shape = self.reference_shape
         if shape is None or shape.phase is not Phase.FINAL:
@@ -163,15 +164,14 @@ class StepsRecord:
         return self.reference is not None and phases == {Phase.FINAL}
 
     def settled_shape(self, key: Signature, *, allow_over_limit: bool) -> PlannedShape | None:
-        """Returns a shape whose step is final under a plan, as all others are; ``None`` where
-        something is to be found out."""
+        """Returns a shape whose step is final under a plan; ``None`` unless all steps are final."""
         shape = self.shapes.get(key)
         if not (isinstance(shape, PlannedShape) and shape.called and self.is_settled):
             return None
         return shape if shape.constraints.allow_over_limit == allow_over_limit else None
 
     def recorded_beside(self, key: Signature) -> tuple[Recording, ...]:
-        """Returns the shapes but one whose steps are being recorded."""
+        """Returns the shapes other than ``key`` whose steps are being recorded."""
         shapes = (shape for other, shape in self.shapes.items() if other != key)
         return tuple(one for one in shapes if isinstance(one, Recording) and one.started)
 
@@ -184,17 +184,17 @@ class SizesRecord:
         is_searching: whether a larger batch is still to be searched.
         loader: samples of the loader's first batch; 0 before it.
         chosen: samples of a step; ``None`` trains the loader's batches as they come.
-        largest: the most samples of a step since that was chosen.
-        epoch_samples: of the loader's batches, since the epoch began.
-        other_samples: of those, what came in batches of another size than the first.
-        step_s: seconds of the newest steps of this size that are final.
-        samples_per_s: size → what it measured, of those that are compared.
+        largest: most samples of a step since ``chosen`` was set.
+        epoch_samples: samples of the loader's batches since the epoch began.
+        other_samples: those of them that came in batches of another size than the first.
+        step_s: seconds of the newest final steps of this size.
+        samples_per_s: size → measured samples per second, for the sizes that are compared.
         search: what the search for a larger batch found, once there was one.
         scaling: costs at any size, once they were searched.
         chooser: chooses the sizes that run; ``None`` while no other size is looked for.
-        held_bytes: what lies beside a step of joined batches.
-        has_warned: whether it was said what a larger batch means for the training.
-        has_changed: whether a step was not what Keras would have run, since the epoch began.
+        held_bytes: bytes that lie beside a step of joined batches.
+        has_warned: whether the user was told what a larger batch means for the training.
+        has_changed: whether a step since the epoch began was not the one that Keras would have run.
     """
 
     is_searching: bool
@@ -241,8 +241,8 @@ class SizesRecord:
         """Returns the record after a step.
 
         Args:
-            changed: whether it was not what Keras would have run.
-            final_s: its seconds, where its size is the one that trains and its step is final.
+            changed: whether the step was not the one that Keras would have run.
+            final_s: seconds of the step, where its size is the one that trains and it is final.
         """
         step_s = self.step_s if final_s is None else (*self.step_s, final_s)[-COMPARED_STEPS:]
         largest, changed = max(self.largest, samples), self.has_changed or changed
@@ -253,7 +253,7 @@ class SizesRecord:
         return replace(self, has_changed=has_plan, epoch_samples=0, other_samples=0)
 
     def with_size(self, new: int) -> Self:
-        """Returns the record where so many samples are a step from here on."""
+        """Returns the record where a step has ``new`` samples from here on."""
         chosen = None if new == self.loader else new
         return replace(self, chosen=chosen, largest=0, step_s=())
 
@@ -275,8 +275,8 @@ class SetUp:
     """Says how long set-up took before the first plan trained.
 
     Args:
-        spent_s: seconds of it.
-        limit_s: seconds after which it improved no plan any more.
+        spent_s: seconds that it took.
+        limit_s: seconds after which no plan was improved any more.
     """
 
     spent_s: float
@@ -285,18 +285,19 @@ class SetUp:
 
 @dataclass(frozen=True, kw_only=True)
 class FitRecord:
-    """Says all that is known of a ``fit``.
+    """Holds all that is known of a ``fit``.
 
     Args:
-        contest: which mode trains, and what is known of others.
-        steps: mode → how it trains, of those that train.
+        contest: which mode trains, and the results of others.
+        steps: mode → how it trains, for the modes that train.
         sizes: which batch size trains, and what is known of others.
         held: samples that wait for a later step.
-        device: what steps have shown of it.
-        baseline: what Keras's own step takes.
-        setup: how long it took; ``None`` before a plan has trained.
-        lowered_limit: in force; ``None`` while what was asked for is.
-        logs: of the newest step.
+        device: what steps have shown of the device.
+        baseline: the usage of Keras's own step.
+        setup: how long set-up took; ``None`` before a plan has trained.
+        lowered_limit: the limit in force where it was lowered; ``None`` while the one asked for is
+            in force.
+        logs: logs of the newest step.
     """
 
     contest: Contest[Mode]
@@ -343,7 +344,6 @@ class FitRecord:
         return self.with_steps(mode, self.of(mode).with_shape(shape))
 
     def in_contest(self, contest: Contest[Mode]) -> Self:
-        """Returns the record with what is known of the modes now; of those that train no more
-        nothing is kept."""
+        """Returns the record with a new contest; modes that train no more are dropped."""
         kept = {mode: steps for mode, steps in self.steps.items() if mode in contest.sides}
         return replace(self, contest=contest, steps=kept)

@@ -1,9 +1,9 @@
 """Asks for the plans that steps of one ``fit`` run under, and builds those steps.
 
-The first plan is the first of a list that there is: one that was given, one that was cached, the
-one of the search for a larger batch, the order of another shape, one that is solved for, one that
-runs some ops in slices, one that trains the batch in micro-batches, and, last, one that misses the
-limit by a little.
+The first plan is the first of these that exists: a plan that was given, a cached one, the plan of
+the search for a larger batch, the order of another shape, one that is solved for, one that runs
+some ops in slices, one that trains the batch in micro-batches, and, last, one that misses the limit
+by a little.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 #: A limit that is missed by up to this share of it is no reason to end training.
 LITTLE_OVER_SHARE = 0.05
-#: Kinds of TensorFlow's ops whose random state is in their kernel: built anew, they begin anew.
+#: Kinds of TensorFlow's ops that hold random state in their kernel: a new step starts it anew.
 _STATEFUL_RANDOM = frozenset({
     "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson",
     "RandomPoissonV2", "RandomShuffle", "RandomStandardNormal", "RandomUniform",
@@ -94,7 +94,7 @@ class PlanRequests:
         estimated.
 
         Args:
-            running: the order that runs now; it may do.
+            running: the schedule that runs now; the plan may keep it.
             is_final: whether to use the full solver instead of the quick one.
             most_s: seconds that the full solver may take.
         """
@@ -113,8 +113,8 @@ class PlanRequests:
         )  # fmt: skip
 
     def not_found(self, problem: Problem, peak_bytes: int | None = None) -> ScheduleNotFoundError:
-        """Returns the error that every schedule that was tried takes too much; ``peak_bytes`` is
-        the least that one took."""
+        """Returns the error that no schedule within the limit was found; ``peak_bytes`` is the
+        smallest peak of those that were tried."""
         limit = self._fit.limit
         return ScheduleNotFoundError(
             limit.usable_bytes, problem.floor_bytes, peak_bytes,
@@ -128,17 +128,17 @@ class PlanRequests:
         """Returns the plan that was given with the options, which is for the first shape.
 
         Raises:
-            PlanMismatchError, InvalidScheduleError: it is for another step.
+            PlanMismatchError, InvalidScheduleError: the plan is for another step.
         """
         if self._options.plan is not None:
             self._options.plan.check(self.costs_under(self._options.plan, costs).problem)
         return self._options.plan
 
     def costs_under(self, plan: Plan, costs: Costs) -> Costs:
-        """Returns a step's costs as a plan runs it: in its slices, if it has any.
+        """Returns a step's costs under a plan: in the plan's slices, if it has any.
 
         Raises:
-            PlanMismatchError: they are another step's.
+            PlanMismatchError: the slices are another step's.
         """
         estimate = self._backend.estimated_profile
         traced, problem = in_slices_of(plan, costs.traced, costs.problem, estimate)
@@ -179,8 +179,8 @@ class PlanRequests:
         """Returns the fastest plan by a known order that fits; ``None`` where none does.
 
         Args:
-            phase: that they have to begin in.
-            tried: orders that are known not to do.
+            phase: the phase that such a plan has to begin in.
+            tried: orders that are known to fail.
         """
         orders = {
             plan.solution.schedule: graph
@@ -204,11 +204,11 @@ class PlanRequests:
 
     @decided_once
     def _reused(self, problem: Problem, order: Schedule, graph: Graph) -> Plan | None:
-        """Returns an order that was made for ``graph``, at another shape of the same step; ``None``
-        where that does not fit or is not legal.
+        """Returns the plan by an order that was made for ``graph``, another shape of the same step.
 
-        Constants that are equal at one shape alone are one there, so the ops have to be the same,
-        and not what they read.
+        Returns ``None`` where the order does not fit or is not legal. The ops have to be the same,
+        but not the values they read: constants that are equal at one shape alone are one value
+        there.
         """
         memory, limit = self._backend.memory, self._fit.limit
         ours, theirs = ([(op.name, op.kind) for op in of.ops] for of in (problem.graph, graph))
@@ -225,8 +225,10 @@ class PlanRequests:
         return reused if told is None or limit.fits(told) else None
 
     def _solved(self, shape: ShapeState, costs: Costs, known: PriorPlans) -> _FirstPlan:
-        """Returns a plan that is solved for: quickly, until the step's ops are measured, or for
-        good where they were at another shape."""
+        """Solves for a plan: quickly while ops are estimated, in full where they were measured.
+
+        Measurements come from another shape of the same step.
+        """
         is_final = any(phase is Phase.VERIFY for _, _, phase in known.plans)
         if known.is_family and known.plans:
             shapes = [leaf[0] for leaf in shape.signature if leaf is not None]
@@ -244,9 +246,12 @@ class PlanRequests:
         below_s: float = math.inf,
         limit: Limit | None = None,
     ) -> tuple[Plan, Costs]:
-        """Returns a plan with some ops in slices, or in others than now, that takes less than
-        ``below_s`` seconds a step; raises ``error``, or what is nearer, where there is none. A size
-        that is only tried has a smaller one to go back to. Without a limit, it is the fit's."""
+        """Returns a plan with some ops in slices, or in other slices than now, and its costs.
+
+        A step takes less than ``below_s`` seconds. Raises ``error``, or a more precise one, where
+        there is no such plan, and where a batch size is only tried: there is a smaller size to go
+        back to. Without ``limit``, the fit's limit holds.
+        """
         limit = limit or self._fit.limit
         seen, costs, may_miss = costs, costs.as_whole, shape.constraints.allow_over_limit
         if not costs.is_whole or costs.traced.slicer is None or not may_miss:
@@ -256,7 +261,7 @@ class PlanRequests:
             costs.problem, shape.batch_size, limit=limit, is_quick=is_quick,
             headroom_bytes=self._costs.headroom_bytes(costs.problem),
         )  # fmt: skip
-        # all ways to slice the step share what one plan may take
+        # all ways to slice the step share the time of one plan
         request = replace(request, clock_s=min(request.clock_s, request.seconds))
         with self._fit.progress("plan with some ops in slices"):
             traced, problem, found = plan_in_slices(
@@ -277,13 +282,15 @@ class PlanRequests:
         batch: Any,
         error: BudgetError,
     ) -> tuple[Plan, Costs]:
-        """Returns a plan that trains the batch in more micro-batches than its costs are of, or in
-        as many where those are of slices, and sums their gradients; raises ``error`` where that is
-        not allowed or does not help."""
+        """Returns a plan that trains the batch in micro-batches and sums their gradients.
+
+        There are more micro-batches than in ``costs``, or as many where those are slices. Raises
+        ``error`` where splitting is not allowed or does not help.
+        """
         most = shape.batch_size if shape.constraints.may_split else 1
         counts = [n for n in MICRO_BATCHES if costs.micro_batches < n <= most]
         if costs.micro_batches > 1 and costs.traced.whole is not None:
-            counts.insert(0, costs.micro_batches)  # it was asked for
+            counts.insert(0, costs.micro_batches)  # the number that was asked for
         for count in counts:
             try:
                 costs = self._costs.trace(batch, PriorPlans(), count)
@@ -303,8 +310,8 @@ class PlanRequests:
         raise error
 
     def _a_little_over(self, shape: ShapeState, costs: Costs, error: ScheduleNotFoundError) -> Plan:
-        """Returns a plan that misses the limit by a little, where ``error`` says that none was
-        found which does not; else raises it."""
+        """Returns a plan that misses the limit by a little; raises ``error`` where there is
+        none."""
         limit = self._fit.limit
         try:
             with self._fit.progress("plan that comes close to the limit"):
@@ -352,8 +359,7 @@ class PlanRequests:
 
     @property
     def _cache(self) -> PlanCache | None:
-        """Returns the plans that are kept; they are one device's, under one set of versions and
-        options."""
+        """Returns the cache of plans: of one device, one set of versions and one of options."""
         options, backend = self._options, self._backend
         if options.cache_dir is None:
             return None
@@ -371,10 +377,10 @@ class PlanRequests:
     # ---------------------------------------------------------------- steps
 
     def lowered(self, shape: ShapeState, costs: Costs, plan: Plan, phase: Phase) -> PlannedShape:
-        """Returns the shape's record under a plan, whose step is built.
+        """Builds the step of a plan and returns the shape's record under it.
 
         Raises:
-            UnsupportedModelError: its random numbers would be drawn again.
+            UnsupportedModelError: the step would draw its random numbers again.
         """
         plan = told_whole(plan, costs.traced, costs.problem, self._backend.memory)
         run = self._built(costs, plan)

@@ -1,10 +1,10 @@
-"""What the batch shapes seen so far tell of another one: sequence lengths, and an epoch's last
-batch.
+"""Predicts a batch shape from those seen so far: a sequence length, an epoch's last batch.
 
 One model's train step is the same at every shape. So its bytes at a shape that was never traced are
 known from a few that were (:class:`~keras_remat.batch_size.scaling.GraphScaling`), an order found
-for one shape runs at others, and costs that were measured at one tell those of all. Where Keras's
-own step fits by that, nothing is traced, and where a known order fits, nothing is solved.
+for one shape runs at others, and costs that were measured at one predict those at all. Where
+Keras's own step fits by prediction, nothing is traced, and where a known order fits, nothing is
+solved.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Shapes = Mapping[Signature, ShapeState]
 
 
 class ShapeFamily:
-    """Tells of the shapes of one ``fit`` and backend what those seen so far have shown."""
+    """Predicts the shapes of one ``fit`` and backend from those seen so far."""
 
     def __init__(self) -> None:
         # by ranks and dtypes, with the step whose ops they are
@@ -52,8 +52,10 @@ class ShapeFamily:
             self._scalings[kind][0].learn(graph, sizes)
 
     def costs_at(self, shapes: Shapes, signature: Signature) -> Costs | None:
-        """Returns what the step of a shape costs that was not traced; ``None`` where that is not
-        known. The traced step beside it is another shape's."""
+        """Returns the costs of a shape that was not traced; ``None`` where they are not known.
+
+        Their traced step is another shape's.
+        """
         kind, sizes = _kind_and_sizes(signature)
         if kind not in self._scalings:
             return None
@@ -64,7 +66,7 @@ class ShapeFamily:
         return Costs(traced=traced, problem=transfer_costs(seen[0], graph))
 
     def known(self, shapes: Shapes, signature: Signature) -> PriorPlans:
-        """Returns the orders that run at other shapes, and what was seen to cost what there."""
+        """Returns the plans that run at other shapes, and the costs that were seen there."""
         plans = tuple(
             (shape.plan, shape.costs.problem.graph, _first_phase(shape))
             for shape in shapes.values()
@@ -101,7 +103,8 @@ class ShapeFamily:
 
 
 def _costs(shapes: Shapes, signature: Signature) -> tuple[Problem, ...]:
-    """Returns the costs that tell most: those that were measured, at the largest shape."""
+    """Returns the best known costs: measured ones before others, then those of the largest
+    shape."""
     problems = [
         shape.costs.problem
         for shape in shapes.values()
@@ -112,18 +115,21 @@ def _costs(shapes: Shapes, signature: Signature) -> tuple[Problem, ...]:
 
 
 def _kind_and_sizes(signature: Signature) -> tuple[tuple[object, ...], tuple[int, ...]]:
-    """Returns what does not vary within a family, and what does."""
+    """Returns a signature's kind, which is one for a whole family, and its sizes, which vary."""
     kind = tuple(leaf and (len(leaf[0]), *leaf[1:]) for leaf in signature)
     return kind, tuple(size for leaf in signature if leaf is not None for size in leaf[0])
 
 
 def _sample_of(signature: Signature) -> tuple[object, ...]:
-    """Returns what batches have in common whatever their number of samples is."""
+    """Returns a signature without the number of samples."""
     return tuple(leaf and (leaf[0][1:], *leaf[1:]) for leaf in signature)
 
 
 def _first_phase(shape: PlannedShape) -> Phase:
-    """Returns the phase that another shape begins in under this one's order: one that is made from
-    estimates until this one was recorded is to be made again, by whichever is first."""
+    """Returns the phase that another shape begins in under this one's order.
+
+    Until this shape is recorded, its order comes from estimates. It is then to be made again, by
+    whichever shape is recorded first.
+    """
     is_first = shape.phase in (Phase.WARM_UP, Phase.RECORD, Phase.SOLVE)
     return Phase.WARM_UP if is_first else Phase.VERIFY

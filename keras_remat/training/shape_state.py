@@ -22,13 +22,13 @@ from keras_remat.planning.background import PlanProcess
 from keras_remat.planning.plan import Plan
 from keras_remat.training.decide import Move, Phase, Recorded, RetryCounts
 
-#: Of every array of a batch its shape, the name of its dtype and the structure that it is a leaf
-#: of; ``None`` stays ``None``.
+#: For every array of a batch: its shape, its dtype's name, and the structure that it is a leaf of;
+#: ``None`` stays ``None``.
 Signature = tuple[tuple[tuple[int, ...], str, str] | None, ...]
 
 
 def signature_of(batch: Any) -> Signature:
-    """Returns what batches that are trained by one step have in common."""
+    """Returns the signature that all batches trained by one step share."""
     import keras
 
     # leaves in the same order are other arguments where they are named or nested otherwise
@@ -40,8 +40,11 @@ def signature_of(batch: Any) -> Signature:
 
 
 def _name_of(dtype: Any) -> str:
-    """Returns the name of a dtype, the same for tensors of any framework and the arrays of a batch
-    that was held back, of Python objects, too: Keras knows no name of theirs."""
+    """Returns the name of a dtype, the same for any framework's tensors and for arrays.
+
+    Batches that were held back are arrays. Those of Python objects have a name, too, although Keras
+    knows none.
+    """
     import keras
 
     return str(getattr(dtype, "name", "")) or str(keras.backend.standardize_dtype(dtype))
@@ -54,7 +57,7 @@ class Signatures:
         self._known: dict[Hashable, Signature] = {}
 
     def of(self, batch: Any) -> Signature:
-        """Returns what :func:`signature_of` does."""
+        """Returns the signature of a batch; see :func:`signature_of`."""
         layout = layout_of(batch)
         if layout not in self._known:
             self._known[layout] = signature_of(batch)
@@ -74,7 +77,7 @@ def layout_of(nested: Any) -> Hashable:
 
 
 def is_within(small: Signature, large: Signature) -> bool:
-    """Returns whether no array of a batch is larger than that of another one of the same kind."""
+    """Returns whether a batch is of another one's kind, and no array of it is larger."""
     if len(small) != len(large):
         return False
     for a, b in zip(small, large, strict=True):
@@ -88,18 +91,18 @@ def is_within(small: Signature, large: Signature) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StepConstraints:
-    """Says what constrains how a batch is trained.
+    """Holds the constraints on how a batch is trained.
 
     Args:
-        may_split: whether the size of a step is not given: a batch that fits under no schedule may
-            then be trained in micro-batches.
-        allow_over_limit: whether a plan that is known to miss the limit is better than none: not
-            where there is a smaller batch to go back to.
-        wants_profile: whether its ops are to be measured where Keras's own step fits, because
+        may_split: whether a batch that fits under no schedule may be trained in micro-batches. It
+            may not where the size of a step is given.
+        allow_over_limit: whether a plan that is known to miss the limit is better than none. It is
+            not where there is a smaller batch to go back to.
+        wants_profile: whether the ops are to be measured even where Keras's own step fits, because
             larger batches are planned by their costs.
-        require_planned: whether it runs under a plan where Keras's own step fits, too. Where the
-            order of ops matters, later steps need more after that one: 21 samples of U-Net's
-            measured 177 MiB before a plain step of 5, and 210 after it.
+        require_planned: whether the batch runs under a plan even where Keras's own step fits. Where
+            the order of ops matters, steps need more memory after a plain one: 21 samples of
+            U-Net's measured 177 MiB before a plain step of 5, and 210 after it.
     """
 
     may_split: bool = False
@@ -113,10 +116,10 @@ USUAL_CONSTRAINTS = StepConstraints()
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Says what the traced step of a batch shape costs.
+    """Holds the traced step of a batch shape and its costs.
 
     Args:
-        micro_batches: how many micro-batches it trains its batch in.
+        micro_batches: number of micro-batches that the step trains its batch in.
     """
 
     traced: TracedStep
@@ -145,7 +148,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class PriorPlans:
-    """Says what is known before a shape is planned.
+    """Holds the plans and costs that are known before a shape is planned.
 
     Args:
         plans: plans for other shapes of the same step; each with the graph it was made for and the
@@ -161,13 +164,13 @@ class PriorPlans:
 
 @dataclass(frozen=True, kw_only=True)
 class OverLimit:
-    """Says what a step measured that was over the limit.
+    """Holds the measurements of a step that was over the limit.
 
-    The step is not held, because its large constants stay in use: the steps of a ConvLSTM's plans
-    have 8 MiB each.
+    It does not hold the step itself, whose large constants would stay in use: the steps of a
+    ConvLSTM's plans have 8 MiB each.
 
     Args:
-        plan: ``None`` of Keras's own step.
+        plan: the step's plan; ``None`` for Keras's own step.
     """
 
     costs: Costs
@@ -186,10 +189,10 @@ class ShapeState:
 
     Args:
         called: whether ``run`` has had its first call, which is slower and larger than others.
-        steps: what the later calls in this phase measured; where the phase may be long, the last
+        steps: measurements of the later calls in this phase; of a phase that may be long, the last
             one.
-        resident_bytes: the most in use between two of its steps.
-        over_limit: what is known of steps that measured over the limit.
+        resident_bytes: most bytes in use between two of the shape's steps.
+        over_limit: the shape's steps that measured over the limit.
     """
 
     signature: Signature
@@ -217,7 +220,7 @@ class ShapeState:
         return max((step.peak_bytes for step in self.steps), default=0)
 
     def after_step(self, usage: Usage, bytes_in_use: int) -> Self:
-        """Returns the record after one more call of ``run``; its first one tells nothing."""
+        """Returns the record after one more call of ``run``; the first call is not measured."""
         if not self.called:
             return replace(self, called=True)
         newest_only = self.phase in (Phase.SOLVE, Phase.FINAL)
@@ -238,7 +241,7 @@ class ShapeState:
         return PlainShape(**(_carried(self) | {"run": run, "phase": phase}), costs=costs)
 
     def traced(self, costs: Costs) -> PlainShape:
-        """Returns the record of Keras's own step, which goes on and was traced meanwhile."""
+        """Returns the record of Keras's own step, which goes on, with its traced costs."""
         return PlainShape(**vars(self), costs=costs)
 
     def planned(self, run: RunStep, costs: Costs, plan: Plan, phase: Phase) -> PlannedShape:
@@ -251,7 +254,7 @@ class ShapeState:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedShape(ShapeState):
-    """Says how batches of one shape are trained whose step was traced."""
+    """Says how batches of one shape are trained, and holds the costs of their traced step."""
 
     costs: Costs
 
@@ -274,7 +277,7 @@ class PlannedShape(TracedShape):
 
     @property
     def schedule(self) -> Schedule:
-        """Returns what runs."""
+        """Returns the schedule of the plan."""
         return self.plan.solution.schedule
 
     def recording(self, recorder: ProfileRecorder, phase: Phase) -> Recording:
@@ -293,7 +296,7 @@ class Recording(PlannedShape):
     """Says how batches of one shape are trained: under a plan whose steps are recorded.
 
     Args:
-        started: whether it is recording.
+        started: whether the recorder is recording.
     """
 
     recorder: ProfileRecorder
@@ -305,7 +308,7 @@ class Solving(PlannedShape):
     """Says how batches of one shape are trained: under a plan, while another one is solved for.
 
     Args:
-        process: that solves; ``None`` where nothing has to be solved, or it was ended.
+        process: the process that solves; ``None`` where nothing has to be solved, or it was ended.
     """
 
     process: PlanProcess | None
@@ -322,5 +325,5 @@ _CARRIED = (
 
 
 def _carried(shape: ShapeState) -> dict[str, Any]:
-    """Returns what a shape keeps whatever step it is trained by."""
+    """Returns the fields that a shape keeps when another step trains it."""
     return {name: getattr(shape, name) for name in _CARRIED}

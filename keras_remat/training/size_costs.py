@@ -32,7 +32,8 @@ def with_reference_traced(fit: FitState, record: FitRecord, batch: Any) -> FitRe
     """Returns the record where the reference shape's step is traced.
 
     Args:
-        batch: of the reference shape; it is traced where it was known to fit without that.
+        batch: a batch of the reference shape; traced where the shape was known to fit without a
+            trace.
 
     Raises:
         LookupError: there is no reference shape.
@@ -93,9 +94,9 @@ def scalings_in_slices(
     """Yields what the reference shape's step costs with some ops in slices, where it runs whole.
 
     Args:
-        scaling: what it costs with whole ops; of a step in slices nothing follows.
+        scaling: the step's costs with whole ops; for a step in slices, nothing is yielded.
         wanted: the batch size that is to be reached.
-        limit: that it has to keep to.
+        limit: the limit that the step has to keep to.
     """
     shape = record.running.reference_shape
     if isinstance(shape, TracedShape) and isinstance(scaling, BatchScaling):

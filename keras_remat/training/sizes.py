@@ -5,10 +5,10 @@ batches as they come; once their costs are known, the largest batch that fits is
 (:mod:`keras_remat.batch_size.search`), and from then on samples are held back until a batch of the
 chosen size is full.
 
-The search only predicts; the steps that train tell, and the size goes up or down by the same rule
-as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are doubled
-as long as the steps that train take less time for a sample; before a larger size stays, the
-loader's is measured once more.
+The search only predicts. The steps that train are measured, and the size goes up or down by the
+same rule as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are
+doubled as long as steps take less time for a sample; before a larger size stays, the loader's is
+measured once more.
 """
 
 from __future__ import annotations
@@ -48,17 +48,20 @@ from keras_remat.training.tools import running_tools
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """Rules how much of a ``fit`` may go into the choice of a batch size.
+    """Limits how much of a ``fit`` may go into the choice of a batch size.
 
     Args:
-        search_steps, search_share: a search may take as long as so many steps of training, or this
-            share of those that are left.
-        least_search_s, most_search_s: of a search, with the solves while sizes are tried.
-        quick, late, trial_solves, solve: the shares of that for the quick solver, for the thorough
-            one, for the solves while sizes are tried, and for one of those.
-        least_profiled_steps: left, where one is recorded: that takes as long as 8 to 20 of them.
-        first_margin, pool_margin: of a first larger batch, at least; the second one in a pool that
-            plain steps leave in pieces. MobileNetV2's took 2 % and 9.5 % over prediction.
+        search_steps, search_share: most time of a search, in steps of training, and as a share of
+            the steps that are left.
+        least_search_s, most_search_s: bounds of that time in seconds, the solves while sizes are
+            tried included.
+        quick, late, trial_solves, solve: shares of that time for the quick solver, for the thorough
+            one, for all solves while sizes are tried, and for one such solve.
+        least_profiled_steps: steps that must be left for a step to be recorded, because recording
+            takes as long as 8 to 20 steps.
+        first_margin, pool_margin: least margin of a first larger batch, as a share of the limit;
+            ``pool_margin`` where plain steps leave the memory pool in pieces. MobileNetV2's steps
+            took 2 % and 9.5 % over prediction.
     """
 
     search_steps: int = 200
@@ -78,8 +81,10 @@ OPTIONS = SizeOptions()
 
 
 def constraints_of(fit: FitState, due: Due) -> StepConstraints:
-    """Returns what constrains how a batch is trained: one that is larger than those that have
-    trained is refused where it misses the limit."""
+    """Returns the constraints on how a batch is trained.
+
+    A batch that is larger than any that has trained is refused where it misses the limit.
+    """
     sizes = fit.record.sizes
     if due.is_rest:
         return StepConstraints(require_planned=due.is_joined)
@@ -99,7 +104,7 @@ def is_comparing(fit: FitState) -> bool:
 
 
 def after_step(fit: FitState, due: Due, batch: Any) -> FitRecord:
-    """Returns what is known after a batch was trained: another size may follow."""
+    """Returns the record after a batch was trained; another size may follow."""
     record, size, is_fastest = fit.record, due.size, fit.options.batch_size == "fastest"
     if due.is_rest:
         return record
@@ -117,10 +122,10 @@ def after_step(fit: FitState, due: Due, batch: Any) -> FitRecord:
 
 
 def after_failure(fit: FitState, due: Due, error: RematError) -> FitRecord:
-    """Returns what is known after a batch could not be trained: a smaller one follows.
+    """Returns the record after a batch could not be trained; a smaller size follows.
 
     Raises:
-        RematError: ``error``, where none does.
+        RematError: ``error``, where no smaller size follows.
     """
     sizes, cannot_be_run = fit.record.sizes, isinstance(error, UnsupportedModelError)
     if not cannot_be_run and not isinstance(error, BudgetError):
@@ -138,7 +143,7 @@ def after_failure(fit: FitState, due: Due, error: RematError) -> FitRecord:
 
 
 def after_other_samples(fit: FitState, error: UnsupportedModelError) -> FitRecord:
-    """Returns what is known after a batch came that cannot be joined with others, or be split."""
+    """Returns the record after a batch came that cannot be joined with others, or be split."""
     sizes = fit.record.sizes
     if sizes.size > sizes.loader:
         return _as_given(fit, fit.record, tell.no_larger_batch(error))
@@ -147,8 +152,11 @@ def after_other_samples(fit: FitState, error: UnsupportedModelError) -> FitRecor
 
 
 def after_epoch(fit: FitState) -> FitRecord:
-    """Returns what is known after an epoch: the updates of one whose length was not known before
-    are kept. Says why no larger batch was searched in it."""
+    """Returns the record after an epoch, and says why no larger batch was searched in it.
+
+    Where the epoch's length was unknown before and the size leaves too few updates, a smaller size
+    follows.
+    """
     record, sizes, wanted = fit.record, fit.record.sizes, fit.options.batch_size
     if sizes.is_searching and sizes.mostly_others:
         fit.warn(*tell.first_batch_is_odd(sizes.loader))
@@ -166,8 +174,7 @@ def after_epoch(fit: FitState) -> FitRecord:
 
 
 def _tells(fit: FitState, batch: Any) -> bool:
-    """Returns whether a batch is of the loader's size and, where batches differ in shape, of the
-    one that training is about."""
+    """Returns whether a batch has the loader's size and the reference shape."""
     is_of_size = batch_size_of(batch) == fit.record.sizes.loader
     return is_of_size and fit.signatures.of(batch) == fit.record.running.reference
 
@@ -232,7 +239,7 @@ def _search(
 
 
 def _multiple(fit: FitState, scaling: Scaling | None) -> int:
-    """Returns the number that divides every size: that of devices, or of slices."""
+    """Returns the number that every size is a multiple of: that of devices, or of slices."""
     slicing = None if scaling is None else scaling.slicing
     return running_tools(fit).backend.batch_multiple if slicing is None else slicing.parts
 
@@ -256,7 +263,7 @@ def _at_most(fit: FitState, record: FitRecord) -> int | None:
 
 
 def _wants_profile(fit: FitState, sizes: SizesRecord) -> bool:
-    """Returns whether a larger batch will be searched, and trained for long enough."""
+    """Returns whether a larger batch will be searched, with enough steps left to train it."""
     at_most = _at_most(fit, fit.record) if sizes.is_searching else 0
     left = fit.most_steps_left
     may_grow = at_most is None or at_most > sizes.loader
@@ -268,19 +275,21 @@ def _samples_per_epoch(fit: FitState, sizes: SizesRecord) -> int | None:
 
 
 def _limit(fit: FitState, record: FitRecord) -> Limit:
-    """Returns what a step of joined batches may use."""
+    """Returns the limit for a step of joined batches: the fit's, less the bytes held beside it."""
     return fit.limit.reserving(record.sizes.held_bytes)
 
 
 def _bytes_held_beside(fit: FitState, batch: Any) -> int:
-    """Returns what lies beside a step of joined batches in the device's memory."""
+    """Returns the bytes of the device's memory that lie beside a step of joined batches."""
     tools = running_tools(fit)
     return 0 if tools.on_gpu else bytes_beside(batch) // tools.backend.batch_multiple
 
 
 def _search_s(fit: FitState, record: FitRecord) -> float:
-    """Returns the seconds that a search is worth, by what a step is estimated to take: what is
-    measured depends on what else the machine does."""
+    """Returns the seconds that a search may take, by the estimated time of a step.
+
+    A measured time would depend on what else the machine does.
+    """
     step_s, left = size_costs.estimated_step_s(fit, record), fit.most_steps_left
     steps = OPTIONS.search_steps if left is None else OPTIONS.search_share * left
     worth_s = min(OPTIONS.search_steps, steps) * step_s
@@ -291,7 +300,7 @@ def _search_s(fit: FitState, record: FitRecord) -> float:
 
 
 def _after_measured(fit: FitState, record: FitRecord, size: int) -> FitRecord:
-    """Chooses the next size by what the final steps of this one measured."""
+    """Chooses the next size by the measurements of this one's final steps."""
     chooser, plan = record.sizes.chooser, record.running.plan
     if chooser is None or not record.is_settled or size == chooser.failed[0]:
         return record
@@ -311,10 +320,10 @@ def _after_measured(fit: FitState, record: FitRecord, size: int) -> FitRecord:
 
 
 def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
-    """Goes on with the size that the rule says: another one, or the largest that trained.
+    """Goes on with the size that the rule chooses: another one, or the largest that trained.
 
     Args:
-        reason: what was measured, if anything was.
+        reason: sentence for the user on what was measured, if anything was.
     """
     chooser, scaling, size = record.sizes.chooser, record.sizes.scaling, record.sizes.size
     if chooser is None or scaling is None:
@@ -366,10 +375,10 @@ def _as_given(fit: FitState, record: FitRecord, why: tell.News) -> FitRecord:
 
 
 def _changed(fit: FitState, record: FitRecord, new: int, expected: Plan | None = None) -> FitRecord:
-    """Trains ``new`` samples a step from here on: the next batch's shape is what training is about.
+    """Trains ``new`` samples a step from here on; the next batch's shape becomes the reference.
 
     Args:
-        expected: a plan for it to begin with, or for another size of the same step.
+        expected: a plan to begin with, made for this size or for another one of the same step.
     """
     old, scaling, loader = record.sizes.size, record.sizes.scaling, record.sizes.loader
     known = PriorPlans(costs=() if scaling is None else (scaling.whole.at(new),))
@@ -396,5 +405,5 @@ def _warn(fit: FitState, new: int, sizes: SizesRecord) -> None:
 
 
 def _with(record: FitRecord, **known: Any) -> FitRecord:
-    """Returns the record with what is known of sizes now."""
+    """Returns the record with new fields of its sizes."""
     return replace(record, sizes=replace(record.sizes, **known))

@@ -1,11 +1,11 @@
-"""Runs steps: what a batch of a new shape is trained by, one attempt at it, and what that measured.
+"""Runs steps: chooses the first step of a new shape, runs one attempt, and records its usage.
 
-Nothing here decides what follows (:mod:`keras_remat.training.decide`), and nothing is assigned: a
-record comes in and another one goes out. A step that runs out of memory is undone
+This module does not decide what follows (:mod:`keras_remat.training.decide`), and assigns nothing:
+it takes a record and returns another one. A step that runs out of memory is undone
 (:mod:`keras_remat.training.undo`).
 
 The first call of a step traces and tunes kernels, which takes time and memory that later calls do
-not: nothing that it measures decides, except that it ran out of memory.
+not need. So its measurements are ignored, unless it ran out of memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from keras_remat.training.shape_state import (
 from keras_remat.training.tools import Tools, running_tools
 from keras_remat.training.undo import OutOfMemory, Trained
 
-#: One of so many steps that go on for long on a GPU, or in several processes, is waited for.
+#: On a GPU, or in several processes, one of 20 steps of a long phase is waited for.
 _TIMED_EVERY = 20
-#: What it costs to wait for a step on a GPU, as a share of the step.
+#: Cost of waiting for a step on a GPU, as a share of the step's time.
 _GAP_SHARE = 0.08
 
 
@@ -46,7 +46,7 @@ _GAP_SHARE = 0.08
 
 
 def arrived(tools: Tools, batch: Any, key: Signature, constraints: StepConstraints) -> FitRecord:
-    """Returns what is known after a batch has come, and what trains it.
+    """Returns the record after a batch has come, with the step that trains it.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
@@ -107,7 +107,7 @@ def _first_step(
 
 
 def _is_known_to_fit(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether Keras's own step fits by what other shapes tell, without a trace."""
+    """Returns whether other shapes show, without a trace, that Keras's own step fits."""
     steps = tools.steps
     if steps.reference is None or not _may_run_plain(tools, shape):
         return False
@@ -136,10 +136,10 @@ def _needs_plan(tools: Tools, constraints: StepConstraints) -> bool:
 
 
 def is_overtaken(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether something was decided for a shape before its next step.
+    """Returns whether a shape needs another decision before its next step.
 
-    A step of another shape has ended its recording, or its own was seen to take more than the
-    limit, which another shape may have lowered since.
+    A step of another shape has ended its recording, or its own step measured over the limit, which
+    another shape may have lowered since.
     """
     if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
         return True
@@ -166,7 +166,7 @@ def begin_recording(tools: Tools, shape: Recording) -> Recording:
 def attempt(
     tools: Tools, key: Signature, batch: Any, *, timed: bool
 ) -> tuple[FitRecord, Trained | OutOfMemory]:
-    """Runs a shape's step on a batch once; returns what is known then, and the outcome.
+    """Runs a shape's step on a batch once; returns the record after it, and the outcome.
 
     Args:
         timed: whether the step is waited for, whatever that costs.
@@ -226,21 +226,26 @@ def stopped(steps: StepsRecord) -> StepsRecord:
 
 
 def _looked(tools: Tools, began_s: float, step_s: float) -> None:
-    """Notes what it costs to wait for a final step: on a GPU, gaps between kernels, too."""
+    """Notes the cost of waiting for a final step: on a GPU, gaps between kernels count, too."""
     cost_s = time.perf_counter() - began_s - step_s
     tools.pace.looked(max(cost_s, _GAP_SHARE * step_s if tools.on_gpu else 0.0))
 
 
 def _is_guarded(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether the next step has to be undone if it runs out of memory, whatever the copy
-    costs: copies make steps up to a fifth slower, and plain steps are compared with others."""
+    """Returns whether the next step has to be undone if it fails, whatever the copy costs.
+
+    Not all steps are: copies make steps up to a fifth slower, and plain steps are compared with
+    others.
+    """
     first_only = tools.on_gpu or shape.phase in (Phase.PLAIN, Phase.FINAL)
     return not (first_only and shape.called) or _misses_lowered_limit(tools, shape)
 
 
 def _misses_lowered_limit(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether a shape's plan was made before another shape ran out of memory, and is
-    predicted to need more than the device had then."""
+    """Returns whether a shape's plan is predicted to need more than a limit that was lowered since.
+
+    Another shape ran out of memory after the plan was made.
+    """
     if tools.fit.record.lowered_limit is None or not isinstance(shape, PlannedShape):
         return False
     return not tools.fit.limit.holds(shape.plan.predicted.peak_bytes)
@@ -252,9 +257,11 @@ def _is_restored(tools: Tools, shape: ShapeState) -> bool:
 
 
 def _is_timed(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether the next step is waited for. On a GPU that leaves gaps between kernels, and a
-    final step's peak is known when its call returns. Several processes tell each other what such a
-    step took, which takes time."""
+    """Returns whether the next step is waited for.
+
+    On a GPU, waiting leaves gaps between kernels, and a final step's peak is known when its call
+    returns. Several processes tell each other the usage of such a step, which takes time.
+    """
     processes = tools.backend.processes.count
     if isinstance(shape, PlannedShape) and shape.phase is Phase.FINAL:
         return processes == 1 or is_look_due(tools)
@@ -264,8 +271,11 @@ def _is_timed(tools: Tools, shape: ShapeState) -> bool:
 
 
 def is_look_due(tools: Tools) -> bool:
-    """Returns whether the next final step is waited for and timed. What one of several processes
-    measures is told to the others, which have to ask at the same step."""
+    """Returns whether the next final step is waited for and timed.
+
+    Several processes tell each other what they measure, so all of them have to ask at the same
+    step.
+    """
     if tools.backend.processes.count > 1:
         return tools.fit.steps_run % _TIMED_EVERY == 0
     return tools.pace.is_due()
@@ -277,20 +287,22 @@ def is_look_due(tools: Tools) -> bool:
 def settled_shape(
     tools: Tools, key: Signature, constraints: StepConstraints = USUAL_CONSTRAINTS
 ) -> PlannedShape | None:
-    """Returns a batch's shape where its step is final under a plan; ``None`` where something is to
-    be found out or to be done."""
+    """Returns a batch's shape where its step is final under a plan; ``None`` where a decision is
+    due."""
     shape = tools.steps.settled_shape(key, allow_over_limit=constraints.allow_over_limit)
     return None if shape is None or is_overtaken(tools, shape) else shape
 
 
 def seen(shape: PlainShape, usage: Usage) -> PlainShape:
-    """Returns a shape with what its plain steps took that were watched from outside."""
+    """Returns a shape with the usage of its plain steps, which were watched from outside."""
     return replace(shape, steps=(*shape.steps, usage) if shape.phase is Phase.PLAIN else (usage,))
 
 
 def settled_peak_bytes(tools: Tools) -> int | None:
-    """Returns the measured peak of the reference shape's final step, where it has a plan, or stays
-    though it is over the limit; ``None`` for a plain step that keeps it."""
+    """Returns the measured peak of the reference shape's final step; ``None`` without one.
+
+    It is ``None`` for a plain step within the limit, too.
+    """
     steps, shape = tools.steps, tools.steps.reference_shape
     if shape is None or not steps.is_final:
         return None
@@ -300,12 +312,11 @@ def settled_peak_bytes(tools: Tools) -> int | None:
 
 
 def runs_plain(fit: FitState, *, may_grow: bool) -> bool:
-    """Returns whether Keras's own step trains all shapes, with room to spare: nothing is to be
-    done.
+    """Returns whether Keras's own step trains all shapes with room to spare.
 
     Args:
-        may_grow: whether batches may come that are larger than those that came. Then there has to
-            be as much room again as the step takes.
+        may_grow: whether batches may come that are larger than those that came. Then the limit has
+            to hold twice the step's peak.
     """
     steps = fit.record.running
     shape, shapes = steps.reference_shape, steps.shapes.values()

@@ -1,6 +1,6 @@
 """Puts what happens in a ``fit`` into words: every sentence that its report and its warnings hold.
 
-A function tells one fact, from numbers and records; whoever finds the fact hands it to
+Each function tells one fact, from numbers and records. The caller hands the sentence to
 :class:`~keras_remat.training.fit_state.FitState`, as an event or as a warning, too.
 
 One file, though long: whoever looks for a sentence looks here.
@@ -32,7 +32,7 @@ class News(NamedTuple):
 
 
 def remark(what: object) -> News:
-    """Tells something that others have put into words."""
+    """Tells a sentence that another module has written."""
     return News(EventKind.REMARK, str(what))
 
 
@@ -64,7 +64,7 @@ def small_arrays_are_not_counted(held_bytes: int, measured_bytes: int, smallest_
 
 
 def other_updates() -> News:
-    """Tells that the optimizer's count of updates is another one than plain ``fit``'s."""
+    """Tells that the optimizer's count of updates differs from plain ``fit``'s."""
     return News(
         EventKind.REMARK,
         "Nobody knows the length of the data: plain fit on TensorFlow counts an update more in "
@@ -78,8 +78,8 @@ def large_validation(size: int, needed_bytes: int, limit: Limit, fitting_size: i
 
     Args:
         size: samples of a validation batch.
-        needed_bytes: predicted for it.
-        limit: of the ``fit``.
+        needed_bytes: bytes that such a batch is predicted to need.
+        limit: the ``fit``'s limit.
         fitting_size: the samples that keep to the limit; 0 for none.
     """
     way_out = (
@@ -138,7 +138,7 @@ def differs(difference: str) -> News:
 
 
 def set_up_was_long(spent_s: float, most_s: float) -> News:
-    """Tells that set-up took longer than a first plan may be improved for."""
+    """Tells that set-up took too long for the first plan to be improved further."""
     return News(
         EventKind.ENOUGH,
         f"Set-up took {format_seconds(spent_s)} before the first plan trained, more than "
@@ -169,7 +169,8 @@ def plain_exceeds(size: int, measured_bytes: int, predicted_bytes: int, limit: L
 
 
 def plain_fits(size: int, measured_bytes: int | None, limit: Limit) -> News:
-    """Tells that the plain step keeps to the limit; ``None`` where that is a prediction."""
+    """Tells that the plain step keeps to the limit; ``measured_bytes`` is ``None`` for a
+    prediction."""
     takes = "is predicted to keep"
     if measured_bytes is not None:
         takes = f"takes {format_bytes(measured_bytes)} measured,"
@@ -186,7 +187,7 @@ def plain_is_back() -> News:
 
 
 def plain_fits_after_all(needed_bytes: int, limit: Limit) -> News:
-    """Tells that the plain step comes back, by what its ops were measured to cost."""
+    """Tells that the plain step comes back, because it fits by its ops' measured costs."""
     return News(
         EventKind.PLAIN,
         f"By what was measured the plain step needs {format_bytes(needed_bytes)}, within "
@@ -216,7 +217,7 @@ def will_record() -> News:
 
 
 def recorded(what: str) -> News:
-    """Tells what the profiler has to say."""
+    """Tells a remark of the profiler."""
     return News(EventKind.PROFILE, what)
 
 
@@ -295,7 +296,7 @@ def cannot_solve_beside(error: Exception) -> News:
 
 
 def solved_nothing_beside(error: Exception) -> News:
-    """Tells why what a process was started for is not used."""
+    """Tells why the answer of a process beside training is not used."""
     return News(EventKind.BESIDE, f"Planning begins anew, without it: {error}")
 
 
@@ -379,8 +380,8 @@ def stays_over(
     """Tells that nothing measured within the limit.
 
     Args:
-        is_plain: whether what measured least is the plain step.
-        goes_on: whether that trains on; else a smaller batch takes over.
+        is_plain: whether the step with the smallest measured peak is the plain step.
+        goes_on: whether training goes on with that step; else a smaller batch takes over.
     """
     follows = "Training goes on with it." if goes_on else "A smaller batch takes over."
     return News(
@@ -402,7 +403,7 @@ def out_of_memory(size: int, predicted_bytes: int, in_use_bytes: int) -> News:
 
 
 def lowered_limit(limit: Limit, plan: Plan) -> News:
-    """Tells the limit that is in force after that."""
+    """Tells the limit that is in force after a step ran out of memory."""
     return News(
         EventKind.SWAP, f"The limit is {format_bytes(limit.total_bytes)} from here on. {plan}"
     )
@@ -472,7 +473,7 @@ def keeps_updates() -> News:
 
 
 def reaches_no_further(predicted: int, size: int, limit: Limit) -> News:
-    """Tells that what was predicted to fit does not, by what was measured since."""
+    """Tells that a size that was predicted to fit does not, by costs measured since."""
     return no_larger_batch(
         f"{predicted} samples were predicted to keep to {format_bytes(limit.usable_bytes)}. By the "
         f"costs that were measured since, no more than {size} do. A higher limit would do."
@@ -490,17 +491,17 @@ def recomputes_more(size: int, overhead: float, bound: float) -> News:
 
 
 def does_not_fit(size: int, error: Exception) -> str:
-    """Returns why another size than one that was chosen is trained."""
+    """Returns why a chosen size is not trained."""
     return f"A batch of {size} does not fit after all: {statement_of(error)}"
 
 
 def is_over(size: int, measured_bytes: int) -> str:
-    """Returns why a smaller size is trained than one that measured over the limit."""
+    """Returns why a smaller size is trained: ``size`` measured over the limit."""
     return f"The {format_bytes(measured_bytes)} that a batch of {size} measured are over the limit."
 
 
 def more_fits(size: int, measured_bytes: int) -> str:
-    """Returns why a larger size is trained than one that was measured."""
+    """Returns why a larger size is trained: by the measured peak of ``size``, more fits."""
     return f"By the {format_bytes(measured_bytes)} that a batch of {size} measured, more fits."
 
 
@@ -527,7 +528,7 @@ def larger_batch(size: int, loader: int, samples: int | None, factor: float) -> 
     Args:
         size: samples of a step.
         loader: samples of the batches that ``fit`` was given.
-        samples: of an epoch; ``None`` where that is not known.
+        samples: samples of an epoch; ``None`` where that is not known.
         factor: what the learning rate is multiplied by.
     """
     updates = "fewer updates in an epoch"

@@ -19,15 +19,16 @@ from keras_remat.training.tools import Tools
 def tighter(
     tools: Tools, shape: PlannedShape, needed_bytes: int, orders: Collection[Schedule]
 ) -> tuple[Plan, Costs]:
-    """Returns a plan, and what it costs: of the ops that ran, or in other slices where those find
-    none, or a dear one.
+    """Returns a tighter plan and its costs: of the ops that ran, or in other slices.
 
-    Where a step of whole ops has no plan within the limit, the one that needs least may do: what a
-    device adds differs from order to order. Where one op alone needs more, slices come before it.
+    Other slices are tried where the ops that ran have no plan or only a slow one. Where a step of
+    whole ops has no plan within the limit, the plan that needs least may do, because the bytes that
+    a device adds differ from order to order. Where one op alone needs more than the limit, slices
+    come before it.
 
     Args:
-        needed_bytes: what the plan that ran is predicted to need now.
-        orders: those that measured over the limit.
+        needed_bytes: bytes that the plan that ran is predicted to need now.
+        orders: schedules that measured over the limit.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: none was found.
@@ -58,20 +59,24 @@ def _in_other_slices(
     needed_bytes: int,
     error: BudgetError,
 ) -> tuple[Plan, Costs]:
-    """Returns a plan in other slices than those that ran; where none is found, the plan of the ops
-    that ran that needs least."""
+    """Returns a plan in other slices than those that ran.
+
+    Where none is found, returns the plan that needs least for the ops that ran.
+    """
     try:
         return tools.plans.in_slices(shape, shape.costs, error)
     except BudgetError:
         if request.below_bytes is not None:
-            raise  # there was none
+            raise  # no plan of the ops that ran needs less
         least = replace(request, below_bytes=needed_bytes, failure=error)
         return plan_for(least), shape.costs
 
 
 def _cheaper(tools: Tools, shape: PlannedShape, found: Plan) -> tuple[Plan, Costs]:
-    """Returns a plan, or, where it is dear in the slices that ran, one in others that is faster:
-    of a GRU, a tighter plan of the same slices took three times as long."""
+    """Returns the plan, or, where slices make it slow, a faster one in other slices.
+
+    A GRU's tighter plan in the same slices took three times as long.
+    """
     costs, time_s = shape.costs, found.predicted.time_s
     if costs.is_whole or not is_dear(time_s, costs.as_whole.problem):
         return found, costs
@@ -85,11 +90,11 @@ def _cheaper(tools: Tools, shape: PlannedShape, found: Plan) -> tuple[Plan, Cost
 def for_less(
     tools: Tools, shape: ShapeState, costs: Costs, limit: Limit, needed_bytes: int
 ) -> tuple[Plan, Costs]:
-    """Returns a plan, and what it costs, for a step that ran out of memory: one for a lower limit,
-    or else one that needs less than ``needed_bytes``.
+    """Returns a plan and its costs after a step ran out of memory.
 
-    A ``fit`` that runs does not end because the chosen solver finds none: ``auto`` is asked after
-    it, and then ops run in slices.
+    The plan keeps to ``limit``, or else needs less than ``needed_bytes``. A running ``fit`` does
+    not end because the chosen solver finds no plan: ``auto`` is asked next, and then ops run in
+    slices.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: none was found.

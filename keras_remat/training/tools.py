@@ -1,7 +1,7 @@
-"""Holds what a framework must hold of one mode: what traces, plans, lowers and measures its steps.
+"""Holds the tools of one mode, which trace, plan, lower and measure its steps.
 
-The record (:mod:`keras_remat.training.record`) names a mode, and the tools hang on that name. They
-go with the mode: what was compiled for one that trains no more is freed.
+The record (:mod:`keras_remat.training.record`) holds only a mode's name, by which its tools are
+found. They are dropped with the mode, which frees the steps that were compiled for it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Tools:
     """Traces, plans, lowers and measures the steps of one mode.
 
     Attributes:
-        costs: tells what steps cost.
+        costs: traces steps and predicts their costs.
         plans: asks for plans.
         guard: runs steps.
-        family: tells of a shape what others have shown.
-        pace: of looks at final steps.
-        traced_ops: how many ops the newest shape that was traced has; 0 before.
+        family: predicts a shape's costs from other shapes.
+        pace: says when a look at a final step is due.
+        traced_ops: number of ops of the newest shape that was traced; 0 before.
     """
 
     def __init__(self, fit: FitState, mode: Mode):
@@ -61,7 +61,7 @@ class Tools:
         return not is_on_host(self.backend.device)
 
     def plain_fits(self, predicted_bytes: int) -> bool:
-        """Returns whether Keras's own step may run, which is predicted to need so many bytes."""
+        """Returns whether Keras's own step may run, by its predicted bytes."""
         return self.fit.limit.fits(predicted_bytes)
 
     def is_over(self, shape: ShapeState) -> bool:
@@ -69,23 +69,28 @@ class Tools:
         return self.backend.device.has_statistics and not self.fit.limit.holds(shape.peak_bytes)
 
     def known(self, shape: ShapeState) -> PriorPlans:
-        """Returns what is known of a shape without its trace."""
+        """Returns the plans and costs that are known of a shape without its trace."""
         steps = self.steps
         if steps.reference is None:
             return steps.expected
         return self.family.known(steps.shapes, shape.signature)
 
     def most_saved_s(self, problem: Problem, now: Usage) -> float:
-        """Returns the seconds that a faster plan can save: solving for it may take as long. There
-        is no bound where the one that runs does not fit, the steps that are left are not known, or
-        a plan is kept for other fits."""
+        """Returns the most seconds that a faster plan can save; solving for it may take as long.
+
+        There is no bound where the running plan does not fit, the steps that are left are not
+        known, or plans are kept for other fits.
+        """
         steps, fits = self.fit.most_steps_left, self.fit.limit.fits(now.peak_bytes)
         if steps is None or self.plans.keeps_plans or not fits:
             return math.inf
         return steps * (now.time_s - problem.store_all_time_s)
 
     def learnt(self, before: ShapeState, after: ShapeState) -> FitRecord:
-        """Returns what is known by what a step took, before and after the move that followed."""
+        """Returns the record with the baseline and the device's facts that follow from a step.
+
+        ``before`` is the step's shape before the move that followed, ``after`` after it.
+        """
         record = self.fit.record
         baseline, device = record.baseline, record.device
         baseline = baseline.after_step(
@@ -100,7 +105,8 @@ class Tools:
         return replace(record, baseline=baseline, device=device)
 
     def _plain_peak_bytes(self, shape: PlainShape) -> int:
-        """Returns what plain steps measured; where they cannot, what is predicted."""
+        """Returns the measured peak of plain steps; where none can be measured, the predicted
+        one."""
         if self.backend.device.has_statistics:
             return shape.peak_bytes
         return self.costs.plain_peak_bytes(shape.costs)

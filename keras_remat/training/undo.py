@@ -3,12 +3,12 @@ trained again.
 
 A step that fails midway may already have moved a moving average or updated a weight. So before a
 *guarded* step the model's variables are copied to the host, and put back when the device refuses an
-allocation. The first steps of everything new are guarded; later ones only where the copy costs next
-to nothing of the step's time. An unguarded step that runs out of memory raises what the framework
+allocation. The first steps of everything new are guarded; later ones only where the copy takes next
+to none of the step's time. An unguarded step that runs out of memory raises what the framework
 raises.
 
-What cannot be put back: TensorFlow's legacy stateful random ops (Keras draws from seed variables,
-which can).
+TensorFlow's legacy stateful random ops cannot be put back; Keras draws from seed variables, which
+can.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class StepGuard:
         timed: bool = True,
         pending: Any = None,
     ) -> tuple[Trained | OutOfMemory, DeviceFacts]:
-        """Runs a step once and returns what came of it, and what is known of the device then.
+        """Runs a step once; returns its outcome and what the device has shown by then.
 
         Args:
-            facts: what steps have shown of the device, in other modes, too.
+            facts: what steps in all modes have shown of the device.
             guarded: whether the step must be undone if it fails, whatever the copy costs.
             restored: whether a copy that is taken is put back at once, before the step.
             timed: whether the call waits until the step ends; else its time is reported as that of
@@ -110,7 +110,8 @@ class StepGuard:
         return Trained(batch, result, replace(usage, time_s=step_s)), facts
 
     def _snapshot(self) -> tuple[Callable[[], None], float]:
-        """Returns what puts the model's state back, and the seconds that copying it took."""
+        """Copies the model's state; returns a function that puts it back, and the copy's
+        seconds."""
         started = time.perf_counter()
         put_back = self._backend.snapshot(self._model)
         return put_back, time.perf_counter() - started
@@ -121,9 +122,9 @@ def _is_cheap(facts: DeviceFacts) -> bool:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Frees what failed calls hold, the batch's copies on the device above all.
+    """Frees the local variables of failed calls, above all the batch's copies on the device.
 
-    Frameworks hide frames from the traceback, which stay callers of those that are left.
+    Frameworks hide frames from the traceback; these are still callers of the frames that are left.
     """
     while error is not None:
         for failed, _ in traceback.walk_tb(error.__traceback__):

@@ -1,9 +1,8 @@
 """Watches steps from Keras's hooks, while Keras's own train function is in place.
 
-A look waits for the steps before it, asks the device for the most that was in use, and ends when
-that is taken in. The first looks come after every step. Later ones come as seldom as is needed for
-all of them together to take a small share of the time: nothing is lost by that, because a peak
-stays until it is asked for.
+A look waits for the steps before it, asks the device for its peak, and ends when the answer is
+taken in. The first looks come after every step. Later ones are so rare that all of them together
+take a small share of the time. Nothing is lost by that, because a peak stays until it is asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Pace:
     """Says when a look is due.
 
     Args:
-        first_looks: how many come as often as they are asked for.
+        first_looks: number of looks at the begin, which are always due.
     """
 
     def __init__(self, first_looks: int):
@@ -41,7 +40,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Watched:
-    """Says what steps took that were not measured one by one.
+    """Holds the usage of steps that were not measured one by one.
 
     Args:
         steps: how many there were.
@@ -56,7 +55,7 @@ class Watch:
     """Watches the steps between two looks.
 
     Args:
-        installed: stands aside.
+        installed: the train function that stands aside.
         first_looks: as in :class:`Pace`.
     """
 
@@ -66,14 +65,14 @@ class Watch:
         self._began_s = self._looked_s = 0.0
 
     def passes(self) -> bool:
-        """Notes that a step begins before which no look is due; returns whether that is so."""
+        """Notes that a step begins, if no look is due before it; returns whether that is so."""
         if not self.steps or self._pace.is_due():
             return False
         self.steps += 1
         return True
 
     def step_begins(self) -> Watched | None:
-        """Notes that a step begins; returns what those before it took, where a look was due."""
+        """Notes that a step begins; returns the usage of those before it, where a look was due."""
         watched = self.look() if self.steps and self._pace.is_due() else None
         if not self.steps:
             self._device.begin_watch()
@@ -82,7 +81,7 @@ class Watch:
         return watched
 
     def look(self) -> Watched:
-        """Returns what the steps since the last look took, at least one, and begins anew."""
+        """Returns the usage of the steps since the last look, at least one, and begins anew."""
         self._looked_s = time.perf_counter()
         self._installed.synchronize()
         time_s = (time.perf_counter() - self._began_s) / self.steps
@@ -91,5 +90,5 @@ class Watch:
         return watched
 
     def look_ends(self) -> None:
-        """Notes that what came of a look is taken in."""
+        """Notes that the result of a look is taken in."""
         self._pace.looked(time.perf_counter() - self._looked_s)
