@@ -1,5 +1,4 @@
-"""What an op costs at another batch size: fitted to profiles measured at two sizes or more, or in
-proportion to its bytes.
+"""Computes an op's costs at another batch size, from measured profiles or from its bytes.
 
 Where two sizes were measured, an op's seconds are taken to be affine in the batch size b,
 
@@ -13,16 +12,17 @@ iteration: where the free minimum has a negative coefficient, the minimum lies w
 
 An op's workspace has no noise, but kernels change with the batch: PyTorch's 1x1 convolutions on one
 thread hand over to oneDNN at 16 samples, and take ten times as much from there on. So a measured
-size has what was measured, one between two lies on the line between them, and others on the line
-through the nearest two, whose coefficients are not negative either: one that would have less than
-nothing at no samples is in proportion to the nearest, one that falls stays what it is there.
+size has its measured workspace, a size between two measured ones lies on the line between them, and
+any other size on the line through the nearest two. Its coefficients are not negative either: where
+the line is below 0 at no samples, the workspace is in proportion to the nearest size's; where it
+falls, the workspace is the nearest size's.
 
-Where one size alone is known, costs follow the bytes that an op reads and writes. That is also how
-they are carried over to a trace with a few other ops.
+Where only one size is known, costs are in proportion to the bytes that an op reads and writes. In
+the same way they are carried over to a trace with a few other ops.
 
-Known limits: seconds of kernels that change their algorithm with the batch are no straight line;
-the residuals say how far off that is. Beyond the sizes that were measured nothing tells of a change
-to come.
+Known limits: the seconds of kernels that change their algorithm with the batch are no straight
+line; the residuals show how far off the fit is. Beyond the measured sizes, a further change of
+kernels cannot be foreseen.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CostFit:
         measured = np.array(
             [self.profiles[size].op_workspace_bytes for size in self.sizes], dtype=float
         )
-        # one that is seen at the largest size alone was too small to be seen at the others
+        # a workspace seen at the largest size alone was too small to be seen at the others
         in_proportion = np.outer(np.array(self.sizes) / self.sizes[-1], measured[-1])
         return np.where(measured == 0, in_proportion, measured)
 
@@ -135,15 +135,17 @@ def _affine(sizes: tuple[int, ...], measured: _Floats) -> tuple[_Floats, _Floats
 
 
 def transfer_costs(problem: Problem, graph: Graph, expected: Sequence[int] = ()) -> Problem:
-    """Returns the costs of one trace on another trace of the same step, at any batch size: in
-    proportion to the bytes an op reads and writes.
+    """Carries the costs of one trace over to another trace of the same step, at any batch size.
+
+    Costs are in proportion to the bytes that an op reads and writes.
 
     Args:
         problem: the graph and profile to begin with.
-        graph: whose ops get costs. Where it has the same ops, each costs the same per byte. Else
-            ops of the same name and kind do, in their order: PyTorch's gradients share a name. Any
-            other op costs per byte what its kind, or all ops together, cost.
-        expected: of each of its ops, the workspace where nothing else is known; none by default.
+        graph: the trace whose ops get costs. Where it has the same ops, each costs the same per
+            byte. Else ops of the same name and kind do, in their order: PyTorch's gradients share a
+            name. Any other op costs per byte what its kind, or all ops together, cost.
+        expected: bytes of workspace of each op of ``graph``, used where nothing else is known; 0 by
+            default.
     """
     profile, old = problem.profile, problem.graph
     by_name = dict(zip(_names(old), old.ops, strict=True))
@@ -173,7 +175,7 @@ def transfer_costs(problem: Problem, graph: Graph, expected: Sequence[int] = ())
 
 
 def _names(graph: Graph) -> list[tuple[str, str, int]]:
-    """Returns name and kind of every op, and how many had both before."""
+    """Returns name and kind of every op, and the number of earlier ops with the same two."""
     seen, names = Counter[tuple[str, str]](), list[tuple[str, str, int]]()
     for op in graph.ops:
         names.append((op.name, op.kind, seen[op.name, op.kind]))

@@ -1,7 +1,7 @@
-"""``find_max_batch_size``: the largest batch that really trains.
+"""Finds the largest batch that really trains: ``find_max_batch_size``.
 
-What :mod:`keras_remat.batch_size.search` finds by prediction is trained, where there is a device
-(:mod:`keras_remat.batch_size.trials`). Search and trials share one time limit.
+:mod:`keras_remat.batch_size.search` finds sizes by prediction. Where there is a device, these sizes
+are trained (:mod:`keras_remat.batch_size.trials`). Search and trials share one time limit.
 
 Where the given batch fits under no schedule of whole ops, but fits in slices, sizes in the same
 slices are searched (:mod:`keras_remat.batch_size.step_scaling`).
@@ -48,13 +48,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FindOptions:
-    """Rules what the parts of the time limit are for.
+    """Rules how the time limit is divided.
 
     Args:
-        search_share: the share of the limit that the search may take, however long tracing took.
-        quick_share: of that, what the quick solver gets. The thorough solver gets the rest.
-        solve_share: of the limit, what one solve afterwards may take.
-        first_search_share: of the limit, what a search for a size to learn from may take.
+        search_share: share of the limit that the search may take, however long tracing took.
+        quick_share: share of the search's time for the quick solver; the thorough solver gets the
+            rest.
+        solve_share: share of the limit that one solve after the search may take.
+        first_search_share: share of the limit that a search for a size to learn from may take.
     """
 
     search_share: float = 0.8
@@ -88,8 +89,8 @@ def find_max_batch_size(
             targets follow from the model. Where it fits only with some ops in slices of the batch,
             sizes in such slices are searched; where it does not fit, its first half is tried, and
             so on.
-        memory_limit: every byte the device's allocator may have in use; ``None`` is all that the
-            device has, and of a card what a framework uses of it by default.
+        memory_limit: bytes that the device's allocator may have in use; ``None`` is all of the
+            device's memory; of a card's, what a framework uses by default.
         card: as in :func:`~keras_remat.planning.make_plan.make_plan`; the answer is a prediction.
         max_overhead: bound on the slowdown per sample, (time − store-all time) / store-all time;
             ``"forward"``, the default, is one extra forward pass, the rule of the Checkmate paper;
@@ -99,11 +100,11 @@ def find_max_batch_size(
             answer is a size that trained; ``"estimated"``, the only one for a card, runs nothing,
             and the answer is a prediction.
         margin: share of the limit that predictions keep free; a measured peak may take it.
-        time_limit_s: for tracing, measuring, the search, and the sizes that run. The search gets
-            0.8 of it whatever came before: on a busy machine all together may take longer. The
-            first size runs then, and so do smaller ones until one has trained; after that none is
-            begun that would end too late.
-        seed: for the solver.
+        time_limit_s: seconds for tracing, measuring, the search, and the sizes that run. The search
+            gets 0.8 of it, however long tracing and measuring took: on a busy machine, all together
+            may take longer. Then the first size runs, and smaller ones until one has trained,
+            however late it is. After that, no size is begun that would end too late.
+        seed: seed of the solver.
         compilation: as in ``RematAutotune``; ``"auto"`` searches for the model's own mode.
 
     Raises:
@@ -139,12 +140,12 @@ def _check_bound(max_overhead: Any) -> None:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Says what bounds a search.
+    """Holds the bounds of a search.
 
     Args:
-        started_s: when it began, by ``time.perf_counter``.
-        time_limit_s, max_overhead, seed: as of :func:`find_max_batch_size`.
-        parts: every size is a multiple of it.
+        started_s: seconds of ``time.perf_counter`` at which the search began.
+        time_limit_s, max_overhead, seed: as in :func:`find_max_batch_size`.
+        parts: number of slices; every size is a multiple of it.
     """
 
     started_s: float
@@ -154,7 +155,7 @@ class _Bounds:
     seed: int
 
     def chooser(self, backend: Backend, search: BatchSearch) -> SizeChooser:
-        """Returns what chooses the sizes that run after a search."""
+        """Returns the chooser of the sizes that run after a search."""
         return SizeChooser.after(
             backend,
             search,
@@ -173,14 +174,14 @@ def _searched(
     bounds: _Bounds,
     known: tuple[int, Schedule] | None = None,
 ) -> BatchSearch:
-    """Returns what a search by prediction finds.
+    """Searches by prediction.
 
     Args:
         known: see :func:`~keras_remat.batch_size.search.search_batch_size`.
     """
     limit_s, parts = bounds.time_limit_s, bounds.parts
     search_s = _OPTIONS.search_share * limit_s
-    # what cannot be met is one sample, or one for each slice
+    # a search fails at its smallest size: one sample, or one for each slice
     with advising(scaling.at(parts), step.limit, parts, backend, seed=bounds.seed):
         search = search_batch_size(
             scaling,
@@ -202,9 +203,11 @@ def _searched(
 def _learn_of_larger(
     backend: Backend, step: TracedModel, scaling: Scaling, runner: SizeRunner, bounds: _Bounds
 ) -> tuple[int, Schedule] | None:
-    """Trains a size that a first, short search finds, where what kernels take there can be
-    recorded: the search in earnest is then no guess from a few samples. Returns size and order;
-    ``None`` where nothing ran."""
+    """Trains a size that a first, short search finds, and returns its size and order.
+
+    The kernels' workspace is recorded at that size, so that the full search does not extrapolate
+    from a few samples. Returns ``None`` where nothing ran or nothing can be recorded.
+    """
     if not runner.learns:
         return None
     try:
@@ -230,7 +233,7 @@ def _learn_of_larger(
 
 
 def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -> BatchSearch:
-    """Returns what a search finds whose sizes are trained.
+    """Searches, trains the sizes found, and returns the search with the results.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -246,8 +249,9 @@ def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -
 
 
 def _estimated(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -> BatchSearch:
-    """Returns what a search by prediction alone finds: sizes of whole ops, or, where the given
-    batch fits in slices only, sizes in such slices.
+    """Searches by prediction alone.
+
+    Sizes are of whole ops, or, where the given batch fits only in slices, of steps in such slices.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -272,8 +276,10 @@ def _estimated(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds)
 def _estimated_in_slices(
     backend: Backend, model: Any, step: TracedModel, bounds: _Bounds
 ) -> BatchSearch | None:
-    """Returns what a search by prediction finds in the slices in which a step fits; ``None`` where
-    it fits whole, or in no slices."""
+    """Searches by prediction in the slices in which a step fits.
+
+    Returns ``None`` where the step fits whole, or in no slices.
+    """
     size = batch_size_of(step.batch)
     request = PlanRequest.on(
         backend,
@@ -304,8 +310,7 @@ def _estimated_in_slices(
 def _first_that_fits(
     model: Any, batch: Any, traced: Callable[[Any], tuple[Backend, TracedModel]]
 ) -> tuple[Backend, TracedModel]:
-    """Traces a batch, or its first half, quarter and so on, where no plan to measure it under is
-    found.
+    """Traces a batch; where no plan to measure it is found, its first half, quarter and so on.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.

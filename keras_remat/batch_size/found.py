@@ -1,4 +1,4 @@
-"""What a search over batch sizes found, and how much slower a schedule may be."""
+"""Holds the result of a search over batch sizes, and the bound on a schedule's overhead."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from keras_remat.units import format_bytes
 
 #: A bound on the overhead, a ratio: ``"forward"`` is one extra forward pass, ``None`` no bound.
 MaxOverhead = float | Literal["forward"] | None
-#: Above the bound by rounding: the order of a sum differs.
+#: An overhead may exceed the bound by this much: sums in another order round differently.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """Says what came of one batch size that was tried.
+    """Holds the result of one batch size that was tried.
 
     Args:
-        plan: what would run; ``None`` when no schedule was found.
-        reason: why not, or ``""``.
+        plan: the plan that would run; ``None`` when no schedule was found.
+        reason: why no schedule was found, or ``""``.
     """
 
     batch_size: int
@@ -48,8 +48,9 @@ class SizeTrial:
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """Says what a search over batch sizes found; all numbers are predicted, unless the plan has
-    measured ones.
+    """Holds the result of a search over batch sizes.
+
+    All numbers are predicted, unless the plan has measured ones.
 
     Args:
         limit_bytes: the memory limit.
@@ -58,17 +59,17 @@ class BatchSearch:
         plain_batch_size: the largest batch that fits without recomputation.
         probes: every size that was tried, in order.
         search_time_s: seconds the search took.
-        time_limit_s: seconds that it might have taken; ``None`` where that is not known.
-        verification_time_s: seconds it took to run what the search found; 0 where nothing was run.
+        time_limit_s: seconds the search might have taken; ``None`` where that is not known.
+        verification_time_s: seconds spent running the sizes found; 0 where nothing was run.
         failed_batch_size: the smallest size that was run and did not fit; ``None`` when every size
             that ran fitted, or none was run.
-        failed_peak_bytes: its measured peak; ``None`` where no plan was found or the device ran out
-            of memory.
+        failed_peak_bytes: measured peak of that size; ``None`` where no plan was found or the
+            device ran out of memory.
         fit: op times and workspaces as functions of the batch size with their residuals; ``None``
             where only one size was measured, or none, and they are taken in proportion to the
             bytes.
-        ended_by_clock: whether its time was over before its work was: what is found then depends on
-            how busy the machine is.
+        ended_by_clock: whether the time was over before the counted work was: the result then
+            depends on how busy the machine is.
     """
 
     limit_bytes: int
@@ -86,7 +87,7 @@ class BatchSearch:
 
     @property
     def none_trained(self) -> bool:
-        """Returns whether sizes ran and none kept to the limit: the answer is then a prediction."""
+        """Returns whether sizes ran and none kept to the limit; then the answer is predicted."""
         return self.failed_batch_size is not None and self.failed_batch_size <= self.max_batch_size
 
     def times(self, multiple: int) -> BatchSearch:
@@ -100,21 +101,20 @@ class BatchSearch:
         )
 
     def naming(self, **named: Any) -> BatchSearch:
-        """Returns the search with plans that name the card or the slices that they are for."""
+        """Returns the search with plans that name their card or their slices."""
         probes = (replace(p, plan=p.plan and replace(p.plan, **named)) for p in self.probes)
         return replace(self, probes=tuple(probes))
 
     @cached_property
     def plan(self) -> Plan:
-        """Returns the plan of ``max_batch_size``: the one that ran last, where one did, else the
-        fastest."""
+        """Returns the plan of ``max_batch_size``: the last one that ran, else the fastest."""
         plans = [plan for size, plan in self._plans if size == self.max_batch_size]
         ran = [plan for plan in plans if plan.measured is not None]
         return ran[-1] if ran else min(plans, key=lambda plan: plan.predicted.time_s)
 
     @property
     def orders(self) -> list[Schedule]:
-        """Returns the order of every size with a plan; those that reach furthest last."""
+        """Returns the order of every size with a plan; those for the largest sizes come last."""
         return [plan.solution.schedule for _, plan in self._plans]
 
     @property
@@ -190,7 +190,7 @@ class BatchSearch:
         ]
 
     def _op_times(self) -> str:
-        """Says where op times at other sizes come from, and how far off they are."""
+        """Returns a text: where op times at other sizes come from, and how far off they are."""
         if self.fit is None:
             return "op times in proportion to bytes, from one size"
         sizes = " and ".join(map(str, self.fit.sizes))

@@ -1,14 +1,14 @@
-"""One train step at any batch size, sequence length and so on, from a trace or two more.
+"""Derives a train step at any batch size, sequence length and so on, from a few traces.
 
 A train step's graph is the same at every size of its batch; only the shapes change. One more trace
-for each of the sizes that vary (:class:`GraphScaling`) gives every dimension, exact for sizes in
-between or beyond, without running anything: a dimension is affine in each size, and a product where
-it follows several (batch x length rows of a matrix). What an op costs at another batch size is
-fitted to profiles measured at two sizes, or taken in proportion to its bytes where there is one
-(:mod:`keras_remat.batch_size.cost_fit`).
+for each size that varies (:class:`GraphScaling`) gives every dimension at any other size, exactly
+and without running anything: a dimension is affine in each size, and a product where it follows
+several (batch x length rows of a matrix). An op's costs at another batch size are fitted to
+profiles measured at two sizes; where only one was measured, they are in proportion to the op's
+bytes (:mod:`keras_remat.batch_size.cost_fit`).
 
-Known limits: a framework that optimizes the graph may fold an op at some sizes and not at others;
-sizes with the same ops are looked for, and a size that is really run is compared with its own
+Known limits: a framework that optimizes the graph may fold an op at some sizes and not at others.
+So sizes with the same ops are looked for, and a size that really runs is compared with its own
 trace (:mod:`keras_remat.batch_size.find`, :mod:`keras_remat.training.shape_family`).
 """
 
@@ -33,14 +33,14 @@ from keras_remat.errors import UnsupportedModelError
 
 
 class GraphScaling:
-    """Tells one train step's graph at any sizes of its batch.
+    """Derives a train step's graph at any sizes of its batch.
 
     Args:
-        graph: traced at ``sizes``.
-        sizes: of the batch, whichever may vary: its samples, or all dimensions of all its arrays.
+        graph: the graph traced at ``sizes``.
+        sizes: sizes of the batch that may vary: its samples, or all dimensions of all its arrays.
 
     Attributes:
-        is_exact: whether every trace was what the ones before it said.
+        is_exact: whether every further trace had the bytes that were derived for it.
     """
 
     def __init__(self, graph: Graph, sizes: tuple[int, ...]):
@@ -50,10 +50,11 @@ class GraphScaling:
         self.is_exact = True
 
     def learn(self, graph: Graph, sizes: tuple[int, ...]) -> None:
-        """Takes in a trace at other sizes: of sizes that vary together, or a check of those before.
+        """Takes in a trace at other sizes.
 
-        One with other ops, or in which two independent sizes vary for the first time, tells
-        nothing.
+        It shows how the graph follows sizes that vary for the first time, or checks what is known.
+        A trace is ignored if it has other ops, or if two independent sizes vary in it for the first
+        time.
         """
         if not self._graph.has_ops_of(graph) or len(graph.values) != len(self._graph.values):
             return
@@ -73,7 +74,7 @@ class GraphScaling:
             self.is_exact = False
 
     def at(self, sizes: tuple[int, ...]) -> Graph | None:
-        """Returns the graph at other sizes; ``None`` where nothing is known of one that varies."""
+        """Returns the graph at other sizes; ``None`` where the effect of one is not known."""
         wanted, left = [], set(range(len(sizes)))
         for axis in self._axes:
             (size, *others) = {sizes[index] for index in axis.indices}
@@ -141,11 +142,12 @@ class _Axis:
 
 
 def _scaled(number: int, traces: list[tuple[int, int, Fraction]]) -> Fraction:
-    """Returns a number that is affine in every size.
+    """Returns a number that is affine in every size, at other sizes.
 
     Args:
-        number: at the sizes that all begin with.
-        traces: what it is at both ends of an axis, and how far along that is asked for.
+        number: its value in the first trace.
+        traces: for each axis, its values at both ends, and the wanted position between them, from 0
+            to 1 or beyond.
     """
     result = Fraction(number)
     for a, b, share in traces:
@@ -155,7 +157,7 @@ def _scaled(number: int, traces: list[tuple[int, int, Fraction]]) -> Fraction:
 
 
 class BatchScaling:
-    """Tells one train step's problem at any batch size, of whole ops.
+    """Derives a train step's problem at any batch size, with whole ops.
 
     Args:
         problem: graph and profile at ``size``.
@@ -163,18 +165,18 @@ class BatchScaling:
         measured: profiles of the same ops measured at other sizes. Where two sizes are known, an
             op's costs are fitted to them (:mod:`keras_remat.batch_size.cost_fit`), else they are in
             proportion to the bytes it reads and writes.
-        fixed_bytes: of each op, the bytes of workspace that are the same at every size, as far as
-            shapes tell; empty where nobody says.
-        steps: the traces at ``size`` and ``other_size``, which know of kernels that begin at a
-            size.
+        fixed_bytes: for each op, the bytes of workspace that are the same at every size, by its
+            shapes; empty where they are not known.
+        steps: the traces at ``size`` and ``other_size``. They know of kernels that are used only
+            from some size on.
 
     Attributes:
         fit: the fitted costs with their residuals; ``None`` where one size alone was measured.
-        slicing: its ops are whole: ``None``.
+        slicing: ``None``, because the ops are whole.
 
     Raises:
-        UnsupportedModelError: the two graphs do not have the same ops, so nothing can be said about
-            other sizes.
+        UnsupportedModelError: the two graphs do not have the same ops, so that other sizes cannot
+            be derived.
     """
 
     slicing: Slicing | None = None
@@ -210,14 +212,14 @@ class BatchScaling:
         return self
 
     def learn(self, size: int, problem: Problem) -> None:
-        """Takes in what the step cost at another size, where that was measured and has its ops."""
+        """Takes in the step's costs at another size, if measured and of the same ops."""
         if problem.graph.has_ops_of(self._problem.graph):
             self._take(size, problem.profile)
 
     def _take(self, size: int, profile: Profile) -> None:
         if profile.source != "measured":
             return
-        if not self._measured:  # costs in proportion begin with measured ones
+        if not self._measured:  # costs in proportion start from a measured profile
             self._problem = Problem(self._graph(size), profile, name=self._problem.name)
         self._measured[size] = profile
         self.fit = CostFit(dict(self._measured)) if len(self._measured) > 1 else None
@@ -229,8 +231,10 @@ class BatchScaling:
         return graph
 
     def at(self, size: int) -> Problem:
-        """Returns the problem at batch size ``size``: exact bytes, times and workspace fitted or in
-        proportion."""
+        """Returns the problem at a batch size.
+
+        Bytes of values are exact; times and workspace are fitted or in proportion.
+        """
         problem = transfer_costs(self._problem, self._graph(size))
         profile = problem.profile
         if self.fit is not None:
@@ -251,8 +255,10 @@ class BatchScaling:
         return replace(problem, profile=profile)
 
     def expected_bytes(self, size: int) -> Sequence[int]:
-        """Returns the workspace of each op that shapes tell at a batch size, where kernels begin at
-        one; empty where nobody knows of such."""
+        """Returns the expected workspace of each op at a batch size, in bytes, by its shapes.
+
+        It is empty where no kernels are known that are used only from some size on.
+        """
         if self._steps is None:
             return ()
         step, other = self._steps
@@ -261,8 +267,10 @@ class BatchScaling:
 
     @property
     def fixed_workspace_bytes(self) -> tuple[int, ...]:
-        """Returns of each op the bytes of workspace that are the same at every size: as two sizes
-        show them, or else as shapes tell."""
+        """Returns for each op the bytes of workspace that are the same at every size.
+
+        They follow from two measured sizes, or else from the op's shapes.
+        """
         if self.fit is not None:
             return self.fit.op_workspace_bytes(0)
         known = self._problem.profile.op_workspace_bytes
@@ -271,8 +279,10 @@ class BatchScaling:
 
 
 def _element_bytes(value: Value) -> int | None:
-    """Returns bytes of one element, from the number of bits in the dtype's name; ``None`` for a
-    dtype without one."""
+    """Returns the bytes of one element, from the number of bits in the dtype's name.
+
+    Returns ``None`` for a dtype without such a number.
+    """
     if value.dtype == "bool":
         return 1
     bits = re.search(r"[0-9]+", value.dtype or "")
@@ -280,8 +290,10 @@ def _element_bytes(value: Value) -> int | None:
 
 
 def _granule_bytes(values: tuple[Value, ...]) -> int:
-    """Returns the bytes that a backend rounds sizes up to; 1 when they are the elements' own. Where
-    it rounds, every size is a multiple of it, and a scalar's size is it."""
+    """Returns the bytes to which a backend rounds the sizes of values up; 1 if it does not round.
+
+    Where it rounds, every size is a multiple of them, and a scalar's size equals them.
+    """
     for value in values:
         one = _element_bytes(value)
         if (
@@ -304,10 +316,10 @@ def batch_scaling(
     """Traces the step at another size and returns the problem at any size.
 
     Args:
-        problem: at the size of ``batch``.
-        measured: see :class:`BatchScaling`; left out where other ops than the traced ones have to
-            stand for the step.
-        traced: the whole step at the size of ``batch``; by it and the other trace, shapes tell
+        problem: the problem at the size of ``batch``.
+        measured: see :class:`BatchScaling`; not used where the step is derived from two larger
+            traces instead.
+        traced: the whole step at the size of ``batch``. With it, the shapes of two traces tell
             which workspace is the same at every size.
 
     Raises:
@@ -328,11 +340,12 @@ def batch_scaling(
 
 
 def fixed_bytes(backend: Backend, steps: Mapping[int, TracedStep]) -> list[int]:
-    """Returns the bytes of workspace of each op that are expected at every size, by what is
-    expected at two; nothing where the ops differ.
+    """Returns for each op the bytes of workspace that are expected to be the same at every size.
+
+    They follow from the workspace expected at two sizes. The list is empty where the ops differ.
 
     Args:
-        steps: batch size → the step as it is traced there; two of them.
+        steps: batch size → the step traced at it, for two sizes.
     """
     (size, step), (other, its) = steps.items()
     if not step.graph.has_ops_of(its.graph):
@@ -343,7 +356,7 @@ def fixed_bytes(backend: Backend, steps: Mapping[int, TracedStep]) -> list[int]:
 
 
 def graph_at(backend: Backend, model: Any, batch: Any, size: int) -> Graph:
-    """Returns the graph of the train step at another batch size, see :func:`traced_at`."""
+    """Returns the graph of the train step at another batch size; see :func:`traced_at`."""
     return traced_at(backend, model, batch, size).graph
 
 

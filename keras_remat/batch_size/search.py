@@ -1,34 +1,34 @@
-"""The largest batch that fits, by searching over schedules.
+"""Searches the largest batch that fits, by searching over schedules.
 
 A schedule found at one batch size is an order of the same ops at any other
-(:mod:`keras_remat.batch_size.scaling`), and its peak there is known without solving anything. So a
-size that fails wastes little, and one that succeeds says more than that it fits:
+(:mod:`keras_remat.batch_size.scaling`), and its peak there can be predicted without a solve. An
+order *reaches* the largest size at which it fits. So a solve that fails at a size wastes little,
+and an order that succeeds may reach larger sizes, too:
 
-1. For a *known* order the largest size it fits is found along the line of its predicted peaks
-   (:meth:`SizeSearch.largest_fitting`); without recomputation that is the largest plain batch.
-2. Between the largest size reached and the least whose floor is over the budget, the problem is
-   solved for a new order at their geometric mean, first with a quick solver, then with a thorough
-   one. The size that the new order reaches counts, be it above or below the one it was made for.
-   The bracket is closed from above only by a size whose order reaches no further than those before:
-   most that are over the budget there are so by what the allocator wastes, and reach further than
-   any made for a smaller size.
-3. Then come steps from the order that reaches furthest (:meth:`SizeSearch.improve_from_best`): a
-   little above its reach, annealing begins with it.
-4. Last, gaps that this order leaves in memory are closed, where the device is a compiler's heap
+1. For a *known* order, the size it reaches is found along the line of its predicted peaks
+   (:meth:`SizeSearch.largest_fitting`). For the order without recomputation, that is the largest
+   plain batch.
+2. The problem is solved for a new order at the geometric mean of two sizes: the largest size
+   reached, and the least size whose floor is over the budget. A quick solver comes first, then a
+   thorough one. What counts is the size that the new order reaches, be it above or below the size
+   it was made for. The bracket is closed from above only by a size whose order reaches no further
+   than those before: most orders that are over the budget there are so because of the allocator's
+   waste, and reach further than any order made for a smaller size.
+3. Then come steps from the order that reaches furthest (:meth:`SizeSearch.improve_from_best`):
+   annealing begins with it, at a size a little above its reach.
+4. Last, the gaps that this order leaves in memory are closed, where the device is a compiler's heap
    (:meth:`SizeSearch.close_gaps`).
 
-The solver's budget is the allowed one less what the allocator was seen to waste.
+The solver's budget is the allowed one less the allocator's waste seen so far.
 
-What is found must not depend on how fast the machine is, or how busy. So the first solves are sure:
-a number of quick ones, each of few passes over the ops, is made whatever the clock shows. A time
-limit is for what follows, and a third of it is counted work
-(:mod:`keras_remat.batch_size.search_work`), solves and predictions, by rates that an idle machine
-exceeds. The work ends the search, and the clock only where a machine is more than three times
-slower than the rates say.
+The result must not depend on how fast or how busy the machine is. So a number of quick first
+solves, each of few passes over the ops, is sure: they are made whatever the clock shows. The time
+limit bounds the rest of the search. A third of it is counted work, solves and predictions
+(:mod:`keras_remat.batch_size.search_work`), by rates that an idle machine exceeds. The work ends
+the search; the clock does so only where a machine is more than three times slower than the rates.
 
-Feasibility need not be monotone in the size: a schedule that was found is never given up
-because a solver failed at a smaller size, and the thorough solver begins with the whole bracket
-again.
+Feasibility need not be monotone in the size. So a schedule is never given up because a solver
+failed at a smaller size, and the thorough solver begins with the whole bracket again.
 
 One file, though long: every method reads or moves the ends of one bracket.
 """
@@ -86,17 +86,19 @@ def search_batch_size(
     """Searches the largest batch for which some schedule fits.
 
     Args:
-        start: where the search begins.
-        limit: the limit, whose margin is kept free.
+        start: batch size at which the search begins.
+        limit: memory limit, whose margin is kept free.
         max_overhead: bound on (time − store-all time) / store-all time; ``"forward"`` is one extra
             forward pass; ``None`` is no bound.
-        at_most: no size above this is tried.
-        solver: a quick one, asked at many sizes.
-        time_limit_s: seconds in which sizes are tried after the first ones, which are sure; a third
-            of it is counted work, and no solve gets more than a quarter of that.
-        late_solver: a thorough one, asked above what ``solver`` reached; ``None`` for none.
-        late_time_limit_s: seconds for that and for steps from known orders, on top of what is left.
-        multiple: every size is a multiple of it, because so many devices or slices divide it.
+        at_most: largest size that is tried.
+        solver: a quick solver, used at many sizes.
+        time_limit_s: seconds for trying sizes after the first, sure solves; a third of it is
+            counted work, and no solve gets more than a quarter of that.
+        late_solver: a thorough solver, used above the size that ``solver`` reached; ``None`` for
+            none.
+        late_time_limit_s: seconds for the thorough solver and for steps from known orders, on top
+            of the time left.
+        multiple: number of devices or slices that divide a batch; every size is a multiple of it.
         known: size, divided by ``multiple``, and order that an earlier search ended with.
 
     Raises:
@@ -126,12 +128,12 @@ def search_batch_size(
 
 
 class SizeSearch:
-    """Holds the state of one search: the largest size reached, and with which plans.
+    """Holds the state of one search: the largest size reached, and the plans.
 
     Attributes:
         largest: the largest size reached, 0 for none.
         plain: the largest size without recomputation.
-        probes: what was tried, in order.
+        probes: the trials of sizes, in order.
     """
 
     def __init__(
@@ -152,19 +154,19 @@ class SizeSearch:
         self.largest = self.plain = 0
         self.probes: list[SizeTrial] = []
         self.failure: RematError | None = None  # the newest
-        # of the budget, that solvers get: the rest is what the allocator wastes
+        # share of the budget that solvers get: the rest is the allocator's waste
         self.target_share = 1.0
-        # what it needed for the last orders, over the bytes alive; 1 where none was found
+        # peaks of the last orders over their bytes alive; 1 before any was found
         self.fragmentation_ratios = deque([1.0], OPTIONS.remembered_ratios)
         self.fragmentation_ratio = 1.0
 
     def begin(
         self, size: int, solver: str, solve_s: float, known: tuple[int, Schedule] | None = None
     ) -> None:
-        """Finds a first size that fits, at ``size`` or below, or what a known order reaches.
+        """Finds a first size that fits: at ``size`` or below, or one that a known order reaches.
 
         Args:
-            known: as of :func:`search_batch_size`.
+            known: as in :func:`search_batch_size`.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -186,17 +188,17 @@ class SizeSearch:
         keep_s: float = 0.0,
         try_again: bool = True,
     ) -> None:
-        """Solves between the largest size reached and the least that no schedule fits, or this
-        solver failed at.
+        """Solves at sizes between the largest reached and the least that is out of reach.
 
-        A failure may be the allocator's waste, or the seed: sizes a little above the largest get
-        another chance as long as that helps.
+        Out of reach is a size whose floor is over the budget, or at which this solver failed. A
+        failure may come from the allocator's waste, or from the seed: sizes a little above the
+        largest get another chance as long as that helps.
 
         Args:
-            solver, solve_s: who is asked, and for how long at most.
+            solver, solve_s: name of the solver, and seconds for one solve at most.
             below: sizes from here on are not tried at first.
-            keep_s: seconds of work that are kept for what follows.
-            try_again: whether they get it.
+            keep_s: seconds of work to keep for later steps of the search.
+            try_again: whether sizes get another chance.
         """
         fails, again = int(min(self._ceiling, max(self.largest + OPTIONS.window, below))), True
         while again:
@@ -212,7 +214,7 @@ class SizeSearch:
                 before = self.largest
                 self.solve_at(size, solver, solve_s)
                 wastes = self.fragmentation_ratio > OPTIONS.high_ratio
-                if self.largest < size and wastes:  # with another order the allocator may not
+                if self.largest < size and wastes:  # with another order, it may waste less
                     self.target_share = OPTIONS.targets[0]
                     self.solve_at(size, "greedy_first", solve_s)
                 if self.largest == before:
@@ -223,11 +225,10 @@ class SizeSearch:
             again = try_again and grows and self._may_go_on(solver, keep_s)
 
     def improve_from_best(self, solver: str, solve_s: float) -> None:
-        """Solves for sizes a little above the largest: by smaller steps after failures, by larger
-        ones otherwise.
+        """Solves for sizes a little above the largest, by smaller steps after failures.
 
-        It begins with the order that reaches furthest, or anew with another share of the budget,
-        with a quick solver or with ``solver``, in turn.
+        In turn, a solve begins with the order that reaches furthest, or anew with another share of
+        the budget, by a quick solver or by ``solver``.
         """
         step, failures, most = OPTIONS.first_step, 0, self._ceiling - 1
         for turn in count():
@@ -242,7 +243,7 @@ class SizeSearch:
                 self.target_share = OPTIONS.targets[turn // 2 % len(OPTIONS.targets)]
                 self.solve_at(size, solver if turn % 4 == 3 else "greedy_first", allowed_s)
             else:
-                # the allocator will waste about as much as with the order to begin with, or nothing
+                # in turn: the allocator wastes about as much as with the best order, or nothing
                 best = self.fastest
                 assert best.problem is not None
                 alive = simulate(best.problem, best.solution.schedule).peak_bytes
@@ -258,12 +259,13 @@ class SizeSearch:
                 )
 
     def go_on(self, solver: str, late_s: float, quick_s: float) -> None:
-        """Searches on with a thorough solver, in so many seconds and what is left of the others.
+        """Searches on with a thorough solver.
 
-        What the first sizes took on a busy machine is not missing here.
+        The time that the first sizes took on a busy machine is not taken off its time.
 
         Args:
-            quick_s: when the others are over, by ``time.perf_counter``.
+            late_s: seconds for the thorough solver, on top of the time left.
+            quick_s: end of the quick solver's time, in seconds of ``time.perf_counter``.
         """
         later_s = time.perf_counter() + max(OPTIONS.least_clock_s, late_s)
         deadline_s = max(quick_s, later_s)
@@ -274,7 +276,7 @@ class SizeSearch:
         self.bisect_and_improve(solver, improving_s)
 
     def bisect_and_improve(self, solver: str, seconds: float) -> None:
-        """Tries new orders first, then improves the best of them, in so many seconds of work."""
+        """Tries new orders first, then improves the best one, in ``seconds`` of work."""
         self.bisect(
             solver,
             OPTIONS.solve * seconds,
@@ -284,11 +286,10 @@ class SizeSearch:
         self.improve_from_best(solver, OPTIONS.step * seconds)
 
     def close_gaps(self, seconds: float) -> None:
-        """Closes gaps that the order which reaches furthest leaves in memory, as long as it reaches
-        further then.
+        """Closes gaps between the values of the best order, as long as it then reaches further.
 
         Args:
-            seconds: of this thread's own work, so that other processes take nothing of it.
+            seconds: seconds of this thread's own work, which other processes do not use up.
         """
         deadline_s, order = time.thread_time() + seconds, self.fastest.solution.schedule
         while self.largest < self.at_most:
@@ -303,13 +304,15 @@ class SizeSearch:
             self.largest_fitting(order, size, self.largest + 1)
 
     def _may_go_on(self, solver: str, keep_s: float) -> bool:
-        """Returns whether there is more work left than is to be kept, or a solve is sure."""
+        """Returns whether more than ``keep_s`` of work is left, or the next solve is sure."""
         return self.work.is_sure(solver) or self.work.left_s() > keep_s
 
     @cached_property
     def _ceiling(self) -> int:
-        """Returns the least size found whose floor is over the budget; above ``at_most`` where that
-        is none."""
+        """Returns the least size found whose floor is over the budget.
+
+        Where there is none, returns a size above ``at_most``.
+        """
 
         def is_possible(size: int) -> bool:
             return self.limit.fits(self._problem_at(size).floor_bytes)
@@ -325,8 +328,11 @@ class SizeSearch:
     def solve_at(
         self, size: int, solver: str, solve_s: float, start: Schedule | None = None
     ) -> bool:
-        """Solves at ``size``, from ``start`` where one is given; whether any size was reached that
-        is larger than those before."""
+        """Solves at a size, and returns whether the largest size has grown.
+
+        Args:
+            start: order to begin with; ``None`` to solve anew.
+        """
         problem, before = self._problem_at(size), self.largest
         if solver == "auto":
             solver = self.backend.auto_solver
@@ -354,7 +360,7 @@ class SizeSearch:
         self.work.predict(problem, replays=replays, count=predicted)
         self.fragmentation_ratio = ratio
         self.fragmentation_ratios.append(ratio)
-        usual = median_low(self.fragmentation_ratios)  # most waste little, now and then one much
+        usual = median_low(self.fragmentation_ratios)  # most orders waste little, a few waste much
         self.target_share = max(OPTIONS.least_target, min(1.0, 1 / usual))
         self.largest_fitting(order, size, self.largest + 1)
         if self.largest < size:
@@ -366,7 +372,7 @@ class SizeSearch:
         return self.largest > before
 
     def _reason(self, problem: Problem, order: Schedule) -> str:
-        """Says why an order does not do at a size."""
+        """Returns the reason why an order does not fit at a size."""
         usage = simulate(problem, order)
         peak = max(usage.peak_bytes, self.backend.memory.peak_bytes(problem, order))
         if not self.limit.fits(peak):
@@ -376,12 +382,13 @@ class SizeSearch:
         return f"overhead {overhead:.1%} is over the bound of {bound:.1%} (max_overhead)"
 
     def largest_fitting(self, order: Schedule, size: int, least: int = 1) -> int:
-        """Returns the largest size found at which an order fits; 0 where that is below ``least``.
+        """Returns the largest size found at which an order fits; 0 where there is none.
 
-        A peak follows the size nearly along a line, so the next size is where the line through two
-        known ones meets the budget. Where that does not close the bracket, it is halved.
+        The search ends early where that size is below ``least``. A peak follows the size nearly
+        along a line, so the next size is the one at which the line through two known peaks meets
+        the budget. Where that does not close the bracket, it is halved.
 
-        Its plan there is among the probes afterwards.
+        The order's plan at that size is among the probes afterwards.
         """
         fits, fails, at = 0, self.at_most + 1, size
         known: dict[int, int] = {}
@@ -390,7 +397,7 @@ class SizeSearch:
             fits, fails = (fits, at) if peak is None or not self.limit.fits(peak) else (at, fails)
             if fails <= least or fails - fits <= max(1, int(fits * OPTIONS.resolution)):
                 break
-            if peak is None:  # it recomputes too much, and hardly less at any size between
+            if peak is None:  # it recomputes too much, and hardly less at the sizes in between
                 at = max(fits, least)
             else:
                 known[at] = peak
@@ -408,9 +415,9 @@ class SizeSearch:
         """Finds the largest size that one of ``orders`` reaches.
 
         Args:
-            orders: known ones; those that reach furthest first, if that is known.
+            orders: known orders; those that reach furthest come first, if that is known.
             first: the least size wanted.
-            downwards: whether sizes below it will do where it is out of reach.
+            downwards: whether smaller sizes will do where ``first`` is out of reach.
         """
         for order in orders:
             size = self.largest or first
@@ -424,12 +431,12 @@ class SizeSearch:
         return min(plans, key=lambda plan: plan.predicted.time_s)
 
     def _next_size(self, known: dict[int, int], above: int, below: int) -> int:
-        """Returns a size between two others at which an order needs about the budget.
+        """Returns a size between two others at which an order's peak is about the budget.
 
         Args:
-            known: its peaks by size, at least one.
-            above: it is known, or wanted, to fit there.
-            below: it does not there; above ``at_most`` where no such size is known.
+            known: size → peak of the order in bytes, at least one.
+            above: a size at which the order is known, or wanted, to fit.
+            below: a size at which it does not fit; above ``at_most`` where none is known.
         """
         at, *others = sorted(known, key=lambda size: abs(known[size] - self.limit.usable_bytes))
         if others:
@@ -454,14 +461,15 @@ class SizeSearch:
         )
 
     def fits(self, order: Schedule, size: int) -> bool:
-        """Returns whether a known order keeps to the budget and to the bound of the overhead at a
-        size."""
+        """Returns whether a known order keeps to the budget and the overhead bound at a size."""
         peak = self._peak_bytes(order, size)
         return peak is not None and self.limit.fits(peak)
 
     def _peak_bytes(self, order: Schedule, size: int) -> int | None:
-        """Returns the predicted peak of a known order at a size; ``None`` where it does not keep to
-        the bound of the overhead."""
+        """Returns the predicted peak of a known order at a size.
+
+        Returns ``None`` where its overhead is over the bound.
+        """
         problem, memory = self._problem_at(size), self.backend.memory
         if not is_allowed(problem, seconds(problem, order), self.max_overhead):
             return None
@@ -469,7 +477,7 @@ class SizeSearch:
         return memory.peak_bytes(problem, order)
 
     def result(self) -> BatchSearch:
-        """Returns what was found."""
+        """Returns the result of the search."""
         found = [p for p in self.probes if p.plan is not None]
         return BatchSearch(
             self.limit.total_bytes,
@@ -483,8 +491,10 @@ class SizeSearch:
 
 
 def _round(low: int, high: int) -> int:
-    """Returns the number from ``low`` to ``high`` that is a multiple of the highest power of two:
-    allocators and kernels like round sizes."""
+    """Returns the roundest number from ``low`` to ``high``: by the highest power of two.
+
+    Allocators and kernels like round sizes.
+    """
     power = 1
     while high // (2 * power) * 2 * power >= low:
         power *= 2

@@ -1,4 +1,4 @@
-"""How much a search for the largest batch may do: shares and limits, and work that is counted."""
+"""Bounds a search for the largest batch: shares and limits, and work that is counted."""
 
 from __future__ import annotations
 
@@ -15,44 +15,48 @@ class SearchOptions:
     """Rules a search for the largest batch.
 
     Args:
-        resolution: the search stops when a size that fits and one that does not are this share
-            apart.
-        largest_size: beyond it nothing is tried.
-        reached: an order that reaches this share of the size it was made for has not failed.
-        retried: sizes up to this many times the largest get another chance.
-        window: sizes above the largest that the thorough solver is asked for at least, as far as
-            the floor allows. MobileNet's 20 samples became 21 and 22 where it was 2, and 24 are
-            possible.
-        first_step, longest_step: up from a known order, as shares of the size.
-        most_failed_steps: without a find, after which they end.
-        targets, least_target: shares of the budget that new orders are solved for in those steps,
-            and the least of all.
-        solve: of the work, what one solve may take.
-        improve, step: of the work of the thorough solver, what is left for steps, and what one step
-            may take.
-        remembered_problems: that are kept for sizes that come up again.
-        remembered_ratios: the last orders that tell how much the allocator fragments.
-        high_ratio: from which on that is more than under most.
-        patience: how many times the seconds of counted work the clock may show before it ends a
-            solve or the search.
-        turns: how many times the seconds it is given ``auto`` may count: twelve turns of up to 0.18
-            of them, and what comes before.
-        least_solve_clock_s, least_clock_s: what the clock may show at least.
-        replay_s, simulation_s: seconds of work for an op of a predicted peak, with the problem at
-            its size: an allocator's replay takes 70 to 210 microseconds, and a simulation, which
-            does where the order of ops does not matter, 55 on a busy machine.
-        compiling, least_compiling_s: of the time limit, and at least, what is waited for the moves
-            of the searches to become machine code: with slower ones they make fewer, and find less.
-        sure_solves: solves of a quick solver that neither work nor clock keeps from being made: so
-            many halve the bracket to its resolution, a few that the allocator wastes included.
-        sure_passes: passes over the ops that each of them may take at least.
-        closing: of the time limit, what closing gaps may take. In a tenth of 40 seconds predicted
+        resolution: share by which a size that does not fit is larger than one that fits when the
+            search stops.
+        largest_size: largest batch size that is tried.
+        reached: share of the size an order was made for; an order that reaches it has not failed.
+        retried: factor on the largest size; sizes up to it get another chance.
+        window: number of sizes above the largest that the thorough solver searches at least, as far
+            as the floor allows. With a window of 2, MobileNet's 20 samples became 21 and 22, and 24
+            are possible.
+        first_step, longest_step: steps up from a known order, as shares of the size.
+        most_failed_steps: number of steps in a row without a larger size after which the steps end.
+        targets: shares of the budget that new orders are solved for in those steps.
+        least_target: least share of the budget that a solver gets.
+        solve: share of the work that one solve may take.
+        improve, step: shares of the thorough solver's work: for all steps, and for one step.
+        remembered_problems: number of problems that are kept for sizes that come up again.
+        remembered_ratios: number of last orders from which the allocator's waste is estimated.
+        high_ratio: ratio of a peak to the bytes alive from which the allocator wastes more than
+            under most orders.
+        patience: factor on the seconds of counted work; by the clock, a solve or the search may
+            take that many times as long.
+        turns: factor on the seconds that ``auto`` is given, up to which it may count work: twelve
+            turns of up to 0.18 of them, and its work before the turns.
+        least_solve_clock_s, least_clock_s: seconds that one solve, and the search, may take by the
+            clock at least.
+        replay_s, simulation_s: seconds of work per op of one predicted peak, with the problem at
+            its size. An allocator's replay takes 70 to 210 microseconds; a simulation, which is
+            enough where the order of ops does not matter, takes 55 on a busy machine.
+        compiling, least_compiling_s: share of the time limit, and least seconds, to wait until the
+            searches' moves are machine code: with slower moves, searches make fewer and find less.
+        sure_solves: number of solves of a quick solver that are made whatever work or clock show.
+            So many halve the bracket to its resolution, a few lost to the allocator's waste
+            included.
+        sure_passes: number of passes over the ops that each sure solve may take at least.
+        closing: share of the time limit for closing gaps. In a tenth of 40 seconds, predicted
             batches on a T4 grew by 4, 5 and 9 % in three cases of twelve
             (``benchmarks/cards_batch.py``).
-        most_predictions: of one order's peak, until the size that it reaches is taken for known.
-        halved_every: of so many, one halves the bracket; the others follow the line of the peaks.
-        furthest: times a known size that such a line is trusted.
-        rounded: sizes down to this share are as good where they are rounder.
+        most_predictions: number of predicted peaks of one order, after which the size that it
+            reaches is taken to be known.
+        halved_every: every such prediction halves the bracket; the others follow the line of the
+            peaks.
+        furthest: factor on a known size, up to which the line of the peaks is trusted.
+        rounded: share of a size; rounder sizes down to it are as good.
     """
 
     resolution: float = 0.01
@@ -89,8 +93,8 @@ class SearchOptions:
 
 
 OPTIONS = SearchOptions()
-#: Passes over the ops that a solve takes at most, by solver, with the passes that predict its peak
-#: at a few sizes. Other solvers take their seconds.
+#: Number of passes over the ops that a solve takes at most, by solver, the passes that predict its
+#: peak at a few sizes included. Solves of other solvers count with their seconds.
 _PASSES = {"greedy_first": 40.0, "greedy": 60.0}
 
 
@@ -98,14 +102,15 @@ class SearchWork:
     """Counts the work of a search, in seconds of an idle machine.
 
     Args:
-        seconds: of work; infinite where something else bounds it.
-        deadline_s: by ``time.perf_counter``; nothing is begun after it.
-        of_solves: whether solves alone are counted, and no predictions.
-        sure_solves: so many of a solver whose steps are counted are made whatever is left.
+        seconds: seconds of work; infinite where something else bounds it.
+        deadline_s: seconds of ``time.perf_counter`` after which nothing is begun.
+        of_solves: whether only solves are counted, and no predictions.
+        sure_solves: number of solves that are made whatever is left, by solvers whose steps are
+            counted.
 
     Attributes:
-        ended_by_clock: whether the clock left nothing while there was work left: a machine that is
-            less busy may find more.
+        ended_by_clock: whether the clock ended the search while there was work left. On a less busy
+            machine it may find more.
     """
 
     def __init__(
@@ -125,30 +130,30 @@ class SearchWork:
         return self._sure_solves > 0 and solver in _PASSES
 
     def left_s(self) -> float:
-        """Returns the seconds of work that are left; 0 where the clock leaves none."""
+        """Returns the seconds of work that are left; 0 after the deadline."""
         if time.perf_counter() < self.deadline_s:
             return self._seconds
         self.ended_by_clock = self.ended_by_clock or self._seconds > 0
         return 0.0
 
     def predict(self, problem: Problem, *, replays: bool, count: int = 1) -> None:
-        """Takes predictions of a peak off what is left.
+        """Takes predictions of a peak off the work that is left.
 
         Args:
             problem: the step at a size.
             replays: whether an allocator is replayed for it, or bytes alive are simulated.
-            count: how many.
+            count: number of predictions.
         """
         if not self._of_solves:
             each_s = OPTIONS.replay_s if replays else OPTIONS.simulation_s
             self._seconds -= count * each_s * len(problem.graph.ops)
 
     def take(self, problem: Problem, solver: str, solve_s: float) -> tuple[float, float]:
-        """Takes one solve off what is left.
+        """Takes one solve off the work that is left.
 
         Returns:
-            The seconds that it may take, and how much patience it has: where it is made whatever
-            is left, its steps alone end it.
+            The seconds that the solve may take, and its patience; infinite for a sure solve, which
+            only its steps end.
         """
         passes, ops = _PASSES.get(solver, math.inf), len(problem.graph.ops)
         if self.is_sure(solver):

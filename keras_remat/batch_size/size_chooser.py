@@ -1,10 +1,10 @@
 """Chooses the sizes that run, each with the order that trains it: the driver of the size rule.
 
-One rule serves ``fit`` and ``find_max_batch_size``: a chosen size runs, in training or beside it,
-what it measured is noted, and the next one is chosen (:mod:`keras_remat.batch_size.sizes`). The
-size that an order reaches is a prediction, held against the limit less what the last size that ran
-measured above its own. Where known orders reach nothing that is worth running, others are solved
-for.
+One rule serves ``fit`` and ``find_max_batch_size`` (:mod:`keras_remat.batch_size.sizes`): a chosen
+size runs, in training or beside it, its measurements are noted, and the next size is chosen. The
+size that an order reaches is a prediction. Predicted peaks have to fit the limit less the bytes by
+which the last size that ran exceeded its own prediction. Where known orders reach no size that is
+worth running, new orders are solved for.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
 from keras_remat.planning.plan import Plan
 
-#: Sizes that run at most.
+#: Number of sizes that run at most.
 MOST_SIZES = 10
-#: Orders that are solved for at most before a size runs: the first one tells what share of the
-#: budget the allocator wastes.
+#: Number of orders that are solved for at most before a size runs: the first one shows what share
+#: of the budget the allocator wastes.
 MOST_SOLVES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeChooser:
-    """Says what is known of the sizes that ran, and chooses the next one.
+    """Records the sizes that ran, and chooses the next one.
 
     Args:
         predicted: the largest size by prediction.
-        orders: known ones; those that reach furthest last.
-        at_most: no size above it is chosen.
-        first_margin: the margin that the first size keeps at least, since nothing was measured of
+        orders: known orders; those that reach furthest come last.
+        at_most: largest size that may be chosen.
+        first_margin: margin that the first size keeps at least, because nothing was measured before
             it: where a size runs in training, a step over the limit counts.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
-        solver: for the sizes that no known order fits.
+        solver: name of the solver for sizes that no known order fits.
         solve_s: seconds of work for one solve, counted as in a search.
-        work_s: that is left for all of them; infinite where something else bounds them.
-        deadline_s: by ``time.perf_counter``; once a size has trained, none is chosen that would end
-            after it.
-        multiple: every size is a multiple of it, because so many devices divide it. The size rule
-            decides on one device's part.
+        work_s: seconds of work left for all solves; infinite where something else bounds them.
+        deadline_s: seconds of ``time.perf_counter``. Once a size has trained, no size is chosen
+            that would end after it.
+        multiple: number of devices that divide a batch; every size is a multiple of it. The size
+            rule decides on one device's part.
         trained: the largest size that trained; 0 for none.
-        failed: the smallest size that did not, or 0, and its measured peak, or 0 where that is not
-            known.
-        newest: size, plan and measured peak of what ran last.
-        failures, ran_out: how many sizes did not fit since one trained, and how many of these ran
-            out of memory.
-        runs: sizes that ran, or could not.
-        chosen_at_s: when the newest size was chosen, by ``time.perf_counter``.
-        longest_s: the most seconds from there until it had run.
-        ended_by_clock: whether the deadline alone kept a size from being tried.
+        failed: the smallest size that did not train, or 0, and its measured peak, or 0 where that
+            is not known.
+        newest: size, plan and measured peak of the last size that ran.
+        failures, ran_out: number of sizes that did not fit since one trained, and how many of these
+            ran out of memory.
+        runs: number of sizes that ran, or could not.
+        chosen_at_s: seconds of ``time.perf_counter`` at which the newest size was chosen.
+        longest_s: the most seconds from the choice of a size until it had run.
+        ended_by_clock: whether only the deadline kept another size from being tried.
     """
 
     backend: Backend
@@ -87,21 +87,22 @@ class SizeChooser:
     def after(
         cls, backend: Backend, search: BatchSearch, *, at_most: int | None = None, **known: Any
     ) -> Self:
-        """Returns what a search by prediction tells.
+        """Returns a chooser that starts from the result of a search by prediction.
 
         Args:
-            at_most: ``None`` where only memory bounds the size.
+            at_most: largest size that may be chosen; ``None`` where only memory bounds it.
         """
         predicted, orders = search.max_batch_size, tuple(dict.fromkeys(search.orders))
         most = predicted * 2**10 if at_most is None else at_most
         return cls(backend=backend, predicted=predicted, orders=orders, at_most=most, **known)
 
     def choose(self, scaling: Scaling, limit: Limit) -> tuple[Self, tuple[int, Plan] | None]:
-        """Returns what is known then, and the next size with its plan; ``None`` for that when the
-        largest that trained is the answer.
+        """Returns the updated chooser, and the next size with its plan.
+
+        The second is ``None`` when the largest size that trained is the answer.
 
         Args:
-            limit: the one in force: it may be lower than when the last size was chosen.
+            limit: memory limit in force; it may be lower than when the last size was chosen.
             scaling: the problem at any size as it would run now.
         """
         orders = self._orders_with_newest(scaling)
@@ -118,7 +119,8 @@ class SizeChooser:
             self.seed,
             SearchWork(self.work_s, self.deadline_s, of_solves=True),
         )
-        # an order that recomputes too much at few samples may do at the size it was found for
+        # an order that recomputes too much at few samples may be allowed at the size it was found
+        # for
         is_first = not (self.trained and self.runs)
         predicted = min(self.predicted // self.multiple, sizes[-1])
         first = max(sizes[0], predicted) if is_first else sizes[0]
@@ -140,8 +142,10 @@ class SizeChooser:
             search.seed, solves = search.seed + 1, solves + 1
 
     def _orders_with_newest(self, scaling: Scaling) -> tuple[Schedule, ...]:
-        """Returns the known orders and the one that ran last, which ``fit`` has made anew, from
-        measured op times."""
+        """Returns the known orders and the one that ran last.
+
+        ``fit`` has made that one anew, from measured op times.
+        """
         if self.newest is None:
             return self.orders
         size, plan, _ = self.newest
@@ -151,12 +155,12 @@ class SizeChooser:
         return tuple(dict.fromkeys((*self.orders, plan.solution.schedule)))
 
     def corrected(self, limit: Limit, scaling: Scaling) -> Limit:
-        """Returns what predictions are held against, by what the last size that ran measured.
+        """Returns the limit for predictions, corrected by the error of the last size that ran.
 
-        How far off a prediction is differs from run to run, with the chunks that the one before
-        left free: half of it is taken to be there again, and all of it after the second failure.
-        A size that ran out of memory tells no peak. Smaller sizes alone would not do after it,
-        because a faster order fills the same bytes: the bytes shrink as the sizes do.
+        The error of a prediction differs from run to run, with the chunks that the run before left
+        free. So half of the error is taken to come again, and all of it after the second failure.
+        A size that ran out of memory has no measured peak. After it, smaller sizes alone would not
+        help, because a faster order fills the same bytes: so the bytes shrink as the sizes do.
         """
         error = 0
         if not self.runs:
@@ -191,13 +195,13 @@ class SizeChooser:
         )
 
     def after_trial(self, size: int, plan: Plan | None, peak_bytes: int, *, fits: bool) -> Self:
-        """Returns what is known after the trial of a size.
+        """Returns the chooser after the trial of a size.
 
         Args:
-            size: that ran, or could not.
-            plan: under which it ran; ``None`` where there was none.
-            peak_bytes: measured; 0 where the device ran out of memory.
-            fits: whether it trained within the limit.
+            size: the size that ran, or could not.
+            plan: the plan it ran under; ``None`` where there was none.
+            peak_bytes: measured peak; 0 where the device ran out of memory.
+            fits: whether the size trained within the limit.
         """
         chooser = replace(
             self,

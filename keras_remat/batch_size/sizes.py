@@ -1,11 +1,11 @@
 """Decides which batch size is tried next; pure, and the same for ``fit`` and for a search outside.
 
-A search predicts how large a batch can be; only a device tells. So sizes are run, and from what
-came of them follows what is tried next: smaller ones until one has trained, then larger ones, until
+A search predicts how large a batch can be; only a device shows it. So sizes are run, and their
+results decide which size is tried next: smaller ones until one has trained, then larger ones, until
 a size that trains and one that does not are a resolution apart. Nothing here knows a backend, a
-solver or a clock: :mod:`keras_remat.batch_size.size_chooser` states the :class:`SizeFacts` and does
-what :func:`next_size` says. The tests enumerate the facts: there is always an answer, and
-every path ends.
+solver or a clock: :mod:`keras_remat.batch_size.size_chooser` states the :class:`SizeFacts` and
+carries out the move that :func:`next_size` returns. The tests enumerate the facts: there is always
+an answer, and every path ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-#: A size is the largest when one that is this share larger does not train.
+#: Share of a size. A size is the largest when one larger by this share does not train.
 RESOLUTION = 0.03
-#: How many updates an epoch keeps at least when larger batches were not asked for by number.
+#: Least number of updates per epoch, when the batch size was not asked for by number.
 UPDATES_PER_EPOCH = 10
-#: Samples per second that are this share apart are taken to be the same.
+#: Samples per second that differ by no more than this share are taken to be the same.
 NOISE = 0.03
 
 
@@ -36,20 +36,20 @@ class SizeMove(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeFacts:
-    """States all that the next size depends on.
+    """Holds the facts that the next size depends on.
 
     Args:
         predicted: the largest size by prediction.
-        at_most: no size above it is wanted.
+        at_most: the largest size that is wanted.
         trained: the largest size that trained within the limit; 0 where none has.
-        failed: the smallest size that did not; above ``at_most`` where none failed.
+        failed: the smallest size that did not train; above ``at_most`` where none failed.
         failed_is_measured: whether the peak of that size is known, so that predictions follow it.
-        failures: how many sizes have failed since one trained.
-        reached: the largest size up to the most that is worth running which a known order reaches
-            by prediction; 0 where none does.
-        solves_left: how many more new orders may be solved for before a size runs.
-        time_to_run, time_to_solve: whether there is time left for it.
-        runs_left: how many more sizes may run.
+        failures: number of sizes that have failed since one trained.
+        reached: the largest size that a known order reaches by prediction, among those worth
+            running or below; 0 where there is none.
+        solves_left: number of orders that may still be solved for before a size runs.
+        time_to_run, time_to_solve: whether there is time left to run a size, or to solve.
+        runs_left: number of sizes that may still run.
     """
 
     predicted: int
@@ -68,9 +68,10 @@ class SizeFacts:
 def worth_running(facts: SizeFacts) -> range:
     """Returns the sizes that are worth running next; empty where none is.
 
-    Until one has trained, that is every size up to one a little below the last failure: the first
-    steps down are small, the next ones longer, because there is a way up again. Then it is every
-    size above the resolution and below the failure, or half of the way to one of unknown peak.
+    Until a size has trained, these are all sizes up to one a little below the last failure: the
+    first steps down are small, the next ones longer, because sizes can go up again. After that,
+    they are the sizes more than the resolution above the largest trained one and below the smallest
+    failed one; where its peak is not known, only up to half of the way to it.
     """
     if not facts.trained:
         if not facts.failures:
@@ -85,14 +86,14 @@ def worth_running(facts: SizeFacts) -> range:
 
 
 def shorter_by(failures: int) -> float:
-    """Returns the share by which the next try is smaller after so many failures, at least one."""
+    """Returns the share by which the next size is smaller after ``failures``, at least one."""
     return min(1.0, RESOLUTION * 2.0 ** (failures - 1))
 
 
 def next_size(facts: SizeFacts) -> tuple[SizeMove, int]:
     """Returns the next action, and its size (0 for :attr:`SizeMove.STOP`).
 
-    A first size is run, and smaller ones, however late it is; larger ones only in time.
+    A first size, and smaller ones after it, run however late it is; larger ones only in time.
 
     Example:
         >>> facts = SizeFacts(predicted=100, at_most=1000, trained=0, failed=1001, failures=0,
@@ -108,8 +109,8 @@ def next_size(facts: SizeFacts) -> tuple[SizeMove, int]:
         return SizeMove.RUN, facts.reached
     if not facts.solves_left or (facts.trained and not facts.time_to_solve):
         return SizeMove.STOP, 0
-    # a new order is made for a size a little above the least one, so that it reaches that one; of
-    # few samples, one more may be much more
+    # a new order is made for a size a little above the least one, so that it surely reaches that
+    # one; at few samples, one sample more may be much more
     aim = int(sizes[0] * (1 + RESOLUTION)) if facts.trained else sizes[-1]
     return SizeMove.SOLVE, min(aim, sizes[-1])
 
@@ -118,9 +119,10 @@ def largest_wanted(wanted: int | str, loader: int, samples: int | None) -> int |
     """Returns the largest batch that is wanted; ``None`` where only memory bounds it.
 
     Args:
-        wanted: an int, or a word where the size was left open: then an epoch keeps its updates.
-        loader: samples of the batches that ``fit`` was given.
-        samples: of an epoch; ``None`` where that is unknown.
+        wanted: the batch size, or a word where it was left open: then an epoch keeps at least
+            :data:`UPDATES_PER_EPOCH` updates.
+        loader: number of samples of the batches that ``fit`` was given.
+        samples: number of samples of an epoch; ``None`` where that is unknown.
     """
     if isinstance(wanted, int):
         return wanted if samples is None else min(wanted, samples)
@@ -128,14 +130,13 @@ def largest_wanted(wanted: int | str, loader: int, samples: int | None) -> int |
 
 
 def faster_size(samples_per_s: Mapping[int, float], largest: int) -> int:
-    """Returns the size to measure next for the most samples per second, or, when it is among those
-    measured, the answer.
+    """Returns the size to measure next, in search of the most samples per second.
 
-    Sizes are doubled as long as that pays. Of sizes that measure equally fast, the smallest is the
-    answer: it changes the training least.
+    A size that was measured already is the answer. Sizes are doubled as long as that pays. Of sizes
+    that measure equally fast, the smallest is the answer: it changes the training least.
 
     Args:
-        samples_per_s: size → what it measured; at least one.
+        samples_per_s: size → measured samples per second; at least one.
         largest: the largest size that fits.
     """
     most = max(samples_per_s.values())

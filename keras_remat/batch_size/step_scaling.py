@@ -1,8 +1,8 @@
-"""Tells what a traced and measured step costs at other batch sizes: the costs that a search needs.
+"""Derives the costs of a traced and measured step at other batch sizes, for a search.
 
-Where the batch that was given fits only with some ops in slices, the search is of sizes in such
-slices. Which ops run in them, and in how many, was chosen at the given batch. The same ops do at
-other sizes that the number divides: the graph at a size is rewritten
+Where the given batch fits only with some ops in slices, sizes in such slices are searched. The ops
+and the number of slices were chosen at the given batch. At every other size that the number
+divides, the same ops run in as many slices: the graph at that size is rewritten
 (:mod:`keras_remat.core.slices`), and no step is traced for it.
 """
 
@@ -38,11 +38,11 @@ class SlicedSizeOptions:
     """Rules how sizes are searched whose steps run in slices.
 
     Args:
-        worth_slices: twice as many slices are taken where the batch becomes so many times as large.
-        search: the share of a search's time that the first search in slices may take where whole
-            ops do not reach a size; each further one may take half of that of the one before.
-        most_tries: ways to slice a step that are searched.
-        second_plan_s: seconds for a plan to measure a second size under.
+        worth_slices: factor by which the batch must grow for twice as many slices to be taken.
+        search: share of a search's time for the first search in slices, where whole ops do not
+            reach a size; each further one may take half of the share before.
+        most_tries: number of ways to slice a step that are searched.
+        second_plan_s: seconds for a plan under which a second size is measured.
     """
 
     worth_slices: float = 1.2
@@ -56,12 +56,12 @@ OPTIONS = SlicedSizeOptions()
 
 @dataclass(frozen=True)
 class SlicedScaling:
-    """Tells what one train step in slices costs at any batch size that their number divides.
+    """Derives a step's costs in slices, at any batch size that the number of slices divides.
 
     Args:
-        whole: the step's problem without slices.
-        rules: op id → how it may run in slices, at ``samples``.
-        granule_bytes: what sizes of slices are rounded up to.
+        whole: the step's costs without slices, at any size.
+        rules: op id → how the op may run in slices, at ``samples``.
+        granule_bytes: bytes; sizes of slices are rounded up to a multiple of it.
     """
 
     whole: BatchScaling
@@ -79,7 +79,7 @@ class SlicedScaling:
         """Returns the problem at a batch size that the number of slices divides.
 
         Raises:
-            InvalidProblemError: it does not.
+            InvalidProblemError: the number of slices does not divide the size.
         """
         problem = self.whole.at(size)
         rules = {op_id: self._at(rule, size) for op_id, rule in self.rules.items()}
@@ -87,8 +87,11 @@ class SlicedScaling:
         return sliced_costs(problem, sliced, self._expected(problem, sliced, size))
 
     def _expected(self, problem: Problem, sliced: SlicedGraph, size: int) -> list[int]:
-        """Returns the workspace of each op of a sliced graph: of a part, what is the same at every
-        size, and its share of the rest; no less than what its kernel asks for."""
+        """Returns the expected workspace of each op of a sliced graph, in bytes.
+
+        A part takes the bytes that are the same at every size, and its share of the rest, but no
+        less than its kernel is expected to ask for.
+        """
         asked, fixed = problem.profile.op_workspace_bytes, self.whole.fixed_workspace_bytes
         parts, least = self.slicing.parts, self.whole.expected_bytes(size // self.slicing.parts)
         of_part = [a + -(-(b - a) // parts) for a, b in zip(fixed, asked, strict=True)]
@@ -96,8 +99,10 @@ class SlicedScaling:
         return [of_part[o.source] if o.role == "part" else 0 for o in sliced.origins]
 
     def in_more(self) -> SlicedScaling | None:
-        """Returns the same in twice as many slices; ``None`` where these do not divide the batch
-        that was traced."""
+        """Returns the costs in twice as many slices.
+
+        Returns ``None`` where these do not divide the batch that was traced.
+        """
         more = replace(self, slicing=replace(self.slicing, parts=2 * self.slicing.parts))
         try:
             more.at(self.samples)
@@ -106,7 +111,7 @@ class SlicedScaling:
         return more
 
     def _at(self, rule: SliceRule, size: int) -> SliceRule:
-        """Returns a rule at another size: what follows the batch, follows it."""
+        """Returns a rule at another size; a number that follows the batch is scaled with it."""
         times, rest = divmod(rule.divides, self.samples)
         return rule if rest else replace(rule, divides=times * size)
 
@@ -120,16 +125,15 @@ def searched_in_slices(
     search: Callable[[Scaling, float], BatchSearch],
     share: float = 1.0,
 ) -> tuple[Scaling, BatchSearch]:
-    """Returns what a search finds; of a step in slices, in twice as many, too, as long as that
-    leads further.
+    """Searches, for a step in slices also in twice as many slices, as long as the batch grows.
 
     Args:
         scaling: the step's costs at any size.
         search: searches the largest batch in a share of the time, the second argument.
-        share: of the time, what the first search may take.
+        share: share of the time that the first search may take.
 
     Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: not even the first search finds anything.
+        InfeasibleBudgetError, ScheduleNotFoundError: not even the first search finds a size.
     """
     found = search(scaling, share)
     more = scaling.in_more() if isinstance(scaling, SlicedScaling) else None
@@ -153,14 +157,17 @@ def searched_further(
     wanted: int,
     search: Callable[[Scaling, float], BatchSearch],
 ) -> tuple[Scaling, BatchSearch]:
-    """Returns what a search finds; where whole ops do not reach the size that is wanted, what one
-    in slices finds that leads further.
+    """Searches in slices, where a search with whole ops did not reach the wanted size.
 
     Args:
-        scaling, found: costs at any size, and what the search found by them.
+        scaling, found: costs at any size with whole ops, and the result of the search by them.
         in_slices: the same step's costs in slices.
-        wanted: a batch size.
+        wanted: the batch size that is wanted.
         search: as in :func:`searched_in_slices`.
+
+    Returns:
+        Costs and result of the first search in slices that leads further, else ``scaling`` and
+        ``found``.
     """
     if found.max_batch_size >= wanted:
         return scaling, found
@@ -180,15 +187,16 @@ def searched_further(
 def scalings_below(
     scaling: BatchScaling, traced: TracedStep, size: int, wanted: int, limit: Limit
 ) -> Iterator[SlicedScaling]:
-    """Yields the costs of a whole step in slices that keep the floor of a larger batch below a
-    limit: few, and few parts first.
+    """Yields a step's costs in slices in which the floor of a larger batch is within a limit.
+
+    At most :attr:`SlicedSizeOptions.most_tries` are yielded, few ops and few parts first.
 
     Args:
-        scaling: costs of its whole ops.
-        traced: the step.
-        size: that it was traced for; the number of slices divides it.
-        wanted: the larger batch.
-        limit: that it has to keep to.
+        scaling: costs of the step with whole ops.
+        traced: the whole step.
+        size: batch size that it was traced for; the number of slices divides it.
+        wanted: the larger batch size.
+        limit: memory limit that the larger batch has to keep to.
     """
     slicer, usable = traced.slicer, limit.usable_bytes
     if slicer is None or not scaling.at(size).graph.has_ops_of(traced.graph):
@@ -208,7 +216,7 @@ def scalings_below(
 
 
 def step_scaling(backend: Backend, model: Any, step: TracedModel) -> Scaling:
-    """Returns a step's costs at any size; in slices, at any size that their number divides.
+    """Returns a step's costs at any size; in slices, at sizes that their number divides.
 
     Raises:
         UnsupportedModelError: no two of the sizes tried have the same ops.
@@ -220,13 +228,14 @@ def step_scaling(backend: Backend, model: Any, step: TracedModel) -> Scaling:
 def sliced_scaling(
     backend: Backend, model: Any, traced: TracedStep, problem: Problem, batch: Any
 ) -> SlicedScaling | None:
-    """Returns the costs of a step in slices at any size that their number divides; ``None`` for a
-    step that has none.
+    """Returns the costs of a step in slices, at any size that their number divides.
+
+    Returns ``None`` for a step without slices.
 
     Args:
         traced: the step.
-        problem: what it costs.
-        batch: that it was traced for.
+        problem: the step with its costs.
+        batch: the batch that it was traced for.
 
     Raises:
         UnsupportedModelError: no two of the sizes tried have the same ops.
@@ -242,12 +251,12 @@ def scaling_in_slices(scaling: BatchScaling, traced: TracedStep, size: int) -> S
     """Returns the costs of a step in slices at any size that their number divides.
 
     Args:
-        scaling: costs of its whole ops.
+        scaling: costs of the step with whole ops.
         traced: the step in slices.
-        size: that it was traced for.
+        size: batch size that it was traced for.
 
     Raises:
-        UnsupportedModelError: it has other ops at other sizes.
+        UnsupportedModelError: the step has other ops at other sizes.
     """
     whole = traced.whole
     slicer = None if whole is None else whole.step.slicer
@@ -264,8 +273,9 @@ def scaling_in_slices(scaling: BatchScaling, traced: TracedStep, size: int) -> S
 def _measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchScaling:
     """Returns the step's costs at any size, fitted to two sizes where it was measured.
 
-    The second size is half the first: it fits where the whole does, and takes half the time. Where
-    the half has other ops, it is twice the first, if that fits. Else one size has to do.
+    The second size is half the first: it fits where the first does, and takes half the time. Where
+    the step has other ops at half, the second size is twice the first, if that fits. Else one size
+    has to do.
 
     Raises:
         UnsupportedModelError: no two of the sizes tried have the same ops.
@@ -293,8 +303,10 @@ def _traced_or_none(backend: Backend, model: Any, batch: Any, size: int) -> Trac
 def _profile_at(
     size: int, traced: TracedStep, backend: Backend, model: Any, step: TracedModel
 ) -> Profile | None:
-    """Returns the profile measured at another size; ``None`` where nothing fits there, the profiler
-    is busy, or saw too little."""
+    """Measures and returns the profile at another size.
+
+    Returns ``None`` where no plan fits there, or the profiler is busy or saw too little.
+    """
     assert step.plan is not None
     problem, order = transfer_costs(step.problem, traced.graph), step.plan.solution.schedule
     request = PlanRequest.on(
@@ -317,10 +329,10 @@ def _profile_at(
 
 
 def in_slices(traced: TracedStep, slicing: Slicing | None) -> TracedStep:
-    """Returns a whole step in slices; as it is where there are none.
+    """Returns a whole step in slices; unchanged, where ``slicing`` is ``None``.
 
     Raises:
-        UnsupportedModelError: it cannot run so.
+        UnsupportedModelError: the step cannot run in these slices.
     """
     if slicing is None:
         return traced

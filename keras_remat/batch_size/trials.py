@@ -5,12 +5,11 @@ on the given samples repeated, and every variable is put back. The next size is 
 ``fit`` (:mod:`keras_remat.batch_size.size_chooser`).
 
 A size may have a graph of its own, where the framework folds an op at some sizes and not at others.
-So every size is compared with its own trace before it runs, and planned anew where the ops are
-others.
+So every size is compared with its own trace before it runs, and planned anew where the ops differ.
 
-A kernel may change with the batch, too, and what it takes for itself then follows from no smaller
-size. Where the bytes alive are the whole prediction, and op times can be measured, a size that is
-off is recorded, and the next one is chosen by what its ops took.
+A kernel may change with the batch, too, and its workspace then follows from no smaller size. Where
+the bytes alive are the whole prediction, and op times can be measured, a size whose peak is off its
+prediction is recorded, and the next size is chosen by the recorded costs of its ops.
 """
 
 from __future__ import annotations
@@ -39,24 +38,26 @@ from keras_remat.errors import BudgetError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest, plan_for
 
-#: A peak that is off its prediction by more than this share is that of other kernels: on PyTorch
-#: plans were at most 0.07 % off on a CPU and 0.7 % on an H200 where the recorded kernels ran
+#: A peak off its prediction by more than this share shows that other kernels ran: on PyTorch plans
+#: were at most 0.07 % off on a CPU and 0.7 % on an H200 where the recorded kernels ran
 #: (``benchmarks/step_memory.py --backend torch``, ``benchmarks/gpu_models.py``).
 _OTHER_KERNELS = 0.01
-#: Steps that are recorded then: on a GPU the first one tells memory, and the second one times.
+#: Number of steps that are recorded then: on a GPU the first shows memory, and the second times.
 _RECORDED_ON_CPU, _RECORDED_ON_GPU = 1, 2
 
-#: Trains a size under a plan; what a step takes, or ``None`` when the device ran out of memory.
+#: Trains a size under a plan; returns a step's usage, or ``None`` when memory ran out.
 Train = Callable[[int, Plan], Usage | None]
 
 
 class SizeRunner:
-    """Trains a batch, its samples repeated, in steps of any size; the model's variables are put
-    back after each size.
+    """Trains steps of any batch size, on the samples of one batch repeated.
+
+    The model's variables are put back after each size.
 
     Args:
-        slicing: which ops run in slices.
-        scaling: learns what the ops take at a size whose prediction was off; ``None`` for nobody.
+        slicing: the ops that run in slices, and in how many.
+        scaling: learns the recorded costs at a size whose prediction was off; ``None`` where
+            nothing is recorded.
     """
 
     def __init__(
@@ -88,8 +89,7 @@ class SizeRunner:
         return self._trace(size).graph
 
     def __call__(self, size: int, plan: Plan) -> Usage | None:
-        """Trains a size and returns what a step takes; ``None`` when the device ran out of
-        memory."""
+        """Trains a size and returns a step's usage; ``None`` when the device ran out of memory."""
         backend, traced = self._backend, self._trace(size)
         known = plan.problem
         if known is None:
@@ -117,9 +117,11 @@ class SizeRunner:
     def _measured(
         self, problem: Problem, schedule: Schedule, run: RunStep, batch: Any
     ) -> tuple[Profile | None, Usage]:
-        """Returns what a step's ops take, where they were recorded, and what the step takes. Where
-        the first call of a step tunes kernels, of its peak is only asked whether others are to be
-        recorded."""
+        """Measures a step; returns its profile, where it was recorded, and its usage.
+
+        The peak of the first call decides whether further steps are recorded. Where a first call
+        tunes kernels, it decides nothing else: the step is measured again.
+        """
         backend = self._backend
         _, usage = backend.measure(lambda: run(batch))
         if self._runs_other_kernels(problem, schedule, usage):
@@ -129,20 +131,24 @@ class SizeRunner:
 
     @property
     def _tells_at_once(self) -> bool:
-        """Returns whether the first call of a step is like later ones: no kernel is tuned, and what
-        steps before left free does not matter."""
+        """Returns whether the first call of a step is like later ones.
+
+        No kernel is tuned then, and the memory that earlier steps left free does not matter.
+        """
         return self.learns and is_on_host(self._backend.device)
 
     @property
     def learns(self) -> bool:
-        """Returns whether a size whose ops take other bytes than was expected is recorded: where
-        the bytes alive are the whole prediction, and there is somebody to know."""
+        """Returns whether a size is recorded when its ops take other bytes than expected.
+
+        That is so where the bytes alive are the whole prediction, and a scaling can learn from it.
+        """
         backend = self._backend
         tells = backend.device.has_statistics and backend.measures_op_times
         return self._scaling is not None and tells and not backend.memory.order_matters
 
     def _runs_other_kernels(self, problem: Problem, schedule: Schedule, usage: Usage) -> bool:
-        """Returns whether a step's ops take other bytes for themselves than was expected."""
+        """Returns whether a step's peak shows other workspaces of its ops than expected."""
         if not self.learns:
             return False
         predicted = self._backend.memory.peak_bytes(problem, schedule)
@@ -151,8 +157,10 @@ class SizeRunner:
     def _recorded(
         self, steps: int, resident_bytes: int, run: RunStep, batch: Any
     ) -> tuple[Profile | None, Usage]:
-        """Returns what a step's ops take by a recording, and what the step takes; ``None`` for the
-        former where the profiler is busy."""
+        """Records steps; returns their profile, and the usage of the last one.
+
+        The profile is ``None`` where the profiler is busy.
+        """
         backend, profile = self._backend, None
         recorder = backend.recorder()
         is_recording = recorder.start()
@@ -165,7 +173,7 @@ class SizeRunner:
         return profile, usage
 
     def _learn(self, size: int, traced: TracedStep, problem: Problem) -> None:
-        """Lets the scaling know a size's problem as it was recorded."""
+        """Passes the recorded problem of a size to the scaling."""
         if self._scaling is not None:
             whole = problem if traced.whole is None else traced.whole.problem(problem)
             self._scaling.whole.learn(size, whole)
@@ -179,17 +187,17 @@ def verified_search(
     train: Train,
     graph_of: Callable[[int], Graph],
 ) -> BatchSearch:
-    """Trains what a search found and goes down or up from there.
+    """Trains the sizes that a search found, and goes down or up from there.
 
     Args:
         chooser: chooses the sizes.
-        limit: their predictions leave its margin free, and what they measure need not.
-        train: runs a size, see :class:`SizeRunner`.
-        graph_of: the graph of the train step that really runs at a size.
+        limit: memory limit. Predicted peaks leave its margin free; measured ones need not.
+        train: runs a size; see :class:`SizeRunner`.
+        graph_of: returns the graph of the train step that really runs at a size.
 
     Returns:
-        The search with the largest size that trained, its plan with what was measured, and the
-        smallest size that did not; the sizes as they were, where none trained.
+        The search with the largest size that trained, its plan with the measured usage, and the
+        smallest size that did not train; the sizes as they were, where none trained.
     """
     started, probes = time.perf_counter(), list(search.probes)
     while True:
@@ -226,8 +234,11 @@ def verified_search(
 def _for_its_graph(
     size: int, plan: Plan, planned: Problem, graph: Graph, chooser: SizeChooser
 ) -> Plan | SizeTrial:
-    """Returns ``plan``, or one made anew where the step that runs at this size has other ops; a
-    probe with the reason where none fits."""
+    """Returns a plan for the graph that really runs at a size.
+
+    It is ``plan``, or a new one where the graph has other ops; where none fits, a trial with the
+    reason.
+    """
     if graph.has_ops_of(planned.graph):
         return plan
     problem, others = transfer_costs(planned, graph), len(planned.graph.ops)
