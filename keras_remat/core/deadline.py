@@ -1,11 +1,10 @@
-"""The end of a time limit, and the work that it stands for: the one place where solvers read the
-clock.
+"""Holds time limits and the work they stand for: the one place where solvers read the clock.
 
 A search that ends by the clock gives another answer whenever the machine is busier. The heuristics
 therefore count steps (ops run, moves tried, CP-SAT's deterministic time), and each has a rate of
 steps per second that an idle machine of today exceeds. Work limits follow from the time limit by
-these rates (:func:`work_budget_s`), and results depend on the clock only if the time limit really
-strikes.
+these rates (:func:`work_budget_s`). So results depend on the clock only where it ends a search
+before the counted work does.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ class Deadline:
     """Counts a number of seconds from when it is made.
 
     Args:
-        seconds: of the limit; infinite for none.
+        seconds: seconds of the limit; infinite for none.
         started: ``time.perf_counter()`` when it began.
-        patience: how many times its seconds the clock may show before it is over. Work that is
-            counted by ``seconds`` then ends by itself on a machine that is as many times busier.
+        patience: factor on ``seconds``; by the clock, the deadline is over only after that many
+            times as long. Work that is counted by ``seconds`` then still ends by itself on a
+            machine that is up to as many times busier.
 
     >>> Deadline(0.0).is_over, Deadline(float("inf")).is_over
     (True, False)
@@ -41,7 +41,7 @@ class Deadline:
         return time.perf_counter() - self.started
 
     def left_s(self) -> float:
-        """Returns what is left of its seconds, at least 0; with patience, they are long ones."""
+        """Returns the seconds left, at least 0; each lasts ``patience`` seconds of the clock."""
         return max(0.0, self.seconds - self.spent_s() / self.patience)
 
     @property
@@ -55,10 +55,13 @@ class Deadline:
 
 
 NO_DEADLINE = Deadline(float("inf"))
-"""Is never over."""
+"""A deadline that is never over."""
 
 
 def work_budget_s(time_limit_s: float) -> float:
-    """Returns the seconds that work limits are computed from: whole ones, so that limits that
-    differ by an instant mean the same work."""
+    """Returns the seconds from which work limits are computed.
+
+    From one second on, they are whole seconds, so that time limits that differ by an instant mean
+    the same work.
+    """
     return float(round(time_limit_s)) if time_limit_s >= 1 else time_limit_s

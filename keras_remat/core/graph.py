@@ -1,4 +1,4 @@
-"""What one train step computes: ops, the values between them, and nothing about any framework.
+"""Describes what one train step computes: ops and the values between them, in no framework's terms.
 
 Ops stand in a topological order, which is the default order. A value without a producer is a step
 input (a weight, an optimizer slot, the batch); its bytes are part of the profile's resident bytes.
@@ -84,8 +84,8 @@ class Op:
         phase: ``"forward"``, ``"backward"`` or ``"update"``.
         recomputable: whether it may run more than once in a step.
         after: ids of ops that must precede this one without a value between them.
-        may_reuse: those of ``inputs`` whose buffer the op takes over for an output of the same size
-            when this is their last read, the first that can be first.
+        may_reuse: the inputs whose buffer the op takes over for an output of the same size, where
+            the op is their last reader; the first possible input is taken.
     """
 
     id: int
@@ -172,7 +172,11 @@ class Graph:
                 )
 
     def _check_op(self, op: Op, produced: dict[int, int]) -> None:
-        """Raises what is wrong with an op; ``produced``, value → op that computes it, grows."""
+        """Raises if something is wrong with an op.
+
+        Args:
+            produced: value → op that computes it; the op's outputs are added.
+        """
 
         def wrong(field: str, value: object, message: str) -> InvalidProblemError:
             return InvalidProblemError(message, field=f"ops[{op.id}].{field}", value=value)
@@ -210,8 +214,10 @@ class Graph:
             raise wrong("may_reuse", op.may_reuse, message)
 
     def has_ops_of(self, other: Graph) -> bool:
-        """Returns whether both graphs have the same ops on the same values, whatever the values'
-        sizes: an order of one is one of the other."""
+        """Returns whether both graphs have the same ops on the same values, of whatever sizes.
+
+        An order of one is then an order of the other.
+        """
         return len(self.ops) == len(other.ops) and all(
             (a.kind, a.inputs, a.outputs, a.after, a.recomputable)
             == (b.kind, b.inputs, b.outputs, b.after, b.recomputable)
@@ -222,7 +228,7 @@ class Graph:
         """Returns the op that computes a value.
 
         Raises:
-            LookupError: it is a step input, which none does.
+            LookupError: the value is a step input, which no op computes.
         """
         producer = self.values[value_id].producer
         if producer is None:
@@ -236,8 +242,10 @@ class Graph:
 
     @cached_property
     def input_bytes(self) -> int:
-        """Returns bytes of all values without a producer: the batch, and the variables where a
-        backend's step takes them as inputs."""
+        """Returns the bytes of all values without a producer.
+
+        These are the batch, and the variables where a backend's step takes them as inputs.
+        """
         return sum(value.nbytes for value in self.values if value.producer is None)
 
     @cached_property
@@ -259,8 +267,11 @@ class Graph:
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """Returns ids of the ops every schedule contains: those with an effect (not recomputable),
-        the producers of outputs, and all they read from, transitively."""
+        """Returns ids of the ops that every schedule contains.
+
+        These are the ops with an effect (not recomputable), the producers of outputs, and all ops
+        they read from, transitively.
+        """
         stack = [op.id for op in self.ops if not op.recomputable]
         stack += [p for v in self.outputs if (p := self.values[v].producer) is not None]
         seen: set[int] = set()
@@ -305,8 +316,10 @@ def reused_bytes(op: Op, values: tuple[Value, ...], available: set[int] | frozen
 
 
 def chain_example() -> Graph:
-    """Returns the running example: ``a → b → c → d``, and ``e`` reads ``a`` and ``d``; bytes 4 1 6
-    1 2."""
+    """Returns the running example: ``a → b → c → d``, and ``e`` reads ``a`` and ``d``.
+
+    The values have 4, 1, 6, 1 and 2 bytes.
+    """
     names, nbytes = "abcde", (4, 1, 6, 1, 2)
     inputs: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2,), (0, 3))
     return Graph(

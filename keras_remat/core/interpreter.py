@@ -1,4 +1,4 @@
-"""A fresh interpreter that can import this package."""
+"""Starts fresh interpreters that can import this package."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _OF_A_FRAMEWORK = ("JAX_", "XLA_", "TF_", "KERAS_BACKEND", "CUDA_", "NVIDIA_", "
 def start(
     *arguments: str, variables: dict[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Starts an interpreter that an interrupt of the caller does not end: Ctrl-C is the user's way
-    to end training, not what runs beside it.
+    """Starts an interpreter, which an interrupt of the caller does not end.
+
+    With Ctrl-C, the user ends training, and not the processes that run beside it.
 
     Args:
-        arguments: of the interpreter.
-        variables: of its environment; :func:`environment`'s, if not given.
-        options: of ``subprocess.Popen``.
+        arguments: command-line arguments of the interpreter.
+        variables: its environment variables; those of :func:`environment`, if not given.
+        options: options of ``subprocess.Popen``.
 
     Raises:
-        OSError: none can be started; an embedded interpreter may not know its own file.
+        OSError: no interpreter can be started; an embedded one may not know its own file.
     """
     command = [sys.executable or "", *arguments]
     variables = environment() if variables is None else variables
@@ -34,8 +35,10 @@ def start(
 
 
 def for_cards(framework: str = "jax") -> dict[str, str]:
-    """Returns the caller's environment with Keras on a framework and that on the CPU: what compiles
-    for a card that is not there then does so whatever the caller chose."""
+    """Returns the caller's environment, changed so that Keras runs on a framework on the CPU.
+
+    A process that compiles for a card that is not there then works whatever the caller chose.
+    """
     kept = {
         name: value for name, value in environment().items() if not name.startswith(_OF_A_FRAMEWORK)
     }
@@ -44,8 +47,7 @@ def for_cards(framework: str = "jax") -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Returns the caller's environment, with this package importable however the caller found
-    it."""
+    """Returns the caller's environment, in which this package can always be imported."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -54,16 +56,17 @@ def environment() -> dict[str, str]:
 def end_with_parent(folder: Path) -> None:
     """Ends this process as soon as the one that started it has ended, and removes their folder.
 
-    A process that is killed removes nothing, and what it started would go on without it.
+    A process that is killed cannot remove a folder, nor end the processes that it started.
 
     Args:
-        folder: what the two have exchanged is in it; the other one removes it where it can.
+        folder: holds the files that the two exchange; the other process removes it where it can.
     """
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
 
 
 def _end_with_parent(folder: Path) -> None:
-    # the other one holds its end open while it lives; a buffer's lock would outlast the interpreter
+    # the other process keeps its end open while it lives. Not sys.stdin.read: the lock of its
+    # buffer would outlast the interpreter
     while os.read(sys.stdin.fileno(), 1):
         pass
     shutil.rmtree(folder, ignore_errors=True)

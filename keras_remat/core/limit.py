@@ -1,8 +1,8 @@
-"""States the memory limit of a ``fit``: one frozen record that is asked, and never compared.
+"""Holds the memory limit of a ``fit``, and compares peaks with it.
 
-Two kinds of peaks are held against a limit. A predicted one has to leave the margin free, because
-predictions are off by a little; a measured one is a fact and may take the margin, too. Nobody
-outside of this module decides which of the two a number is compared with.
+Two kinds of peaks are compared with a limit. A predicted peak has to leave the margin free, because
+predictions are off by a little; a measured peak is a fact and may take the margin, too. Other
+modules ask :meth:`Limit.fits` or :meth:`Limit.holds`, and compare no peak with a limit themselves.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from keras_remat.units import format_bytes
 
 @dataclass(frozen=True)
 class Limit:
-    """States what a step may have in use.
+    """Holds the bytes that a step may have in use.
 
     Args:
-        total_bytes: the limit; every byte of the device's allocator counts.
-        margin: share of it that predictions keep free.
-        reserved_bytes: what lies in the same memory while a step runs and no prediction counts.
+        total_bytes: bytes of the limit; every byte of the device's allocator counts.
+        margin: share of the limit that predictions keep free.
+        reserved_bytes: bytes in the same memory while a step runs that no prediction counts.
 
     Example:
         >>> limit = Limit(1000, 0.05)
@@ -48,11 +48,11 @@ class Limit:
         return measured_bytes <= self.total_bytes
 
     def lowered(self, to_bytes: int) -> Limit:
-        """Returns the limit of a device that turned out to have less; it never rises."""
+        """Returns the limit for a device that turned out to have less; a limit never rises."""
         return replace(self, total_bytes=max(1, min(self.total_bytes, to_bytes)))
 
     def reserving(self, nbytes: int) -> Limit:
-        """Returns the limit with so many bytes less for the step."""
+        """Returns the limit with ``nbytes`` less for the step."""
         return replace(self, reserved_bytes=self.reserved_bytes + nbytes)
 
     def __str__(self) -> str:

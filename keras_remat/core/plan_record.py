@@ -1,6 +1,6 @@
-"""What a plan says, as numbers: what is shown of it, and what its file has.
+"""Holds the numbers of a plan: those that reports show, and those in its file.
 
-:class:`keras_remat.planning.plan.Plan` is such a record that people save, read and look at.
+:class:`keras_remat.planning.plan.Plan` adds what people use: saving, reading and pictures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT, VERSION = "keras_remat.plan", 1
 
 @dataclass(frozen=True, repr=False)
 class PlanRecord:
-    """Holds what :class:`keras_remat.planning.plan.Plan` says, which explains the fields."""
+    """Holds the fields of :class:`keras_remat.planning.plan.Plan`, which explains them."""
 
     fingerprint: str
     budget_bytes: int
@@ -44,8 +44,10 @@ class PlanRecord:
 
     @property
     def overhead(self) -> float:
-        """Returns (predicted time − store-all time) / store-all time, a ratio; by what a compiler
-        made of the step, where one was asked."""
+        """Returns (predicted time − store-all time) / store-all time, a ratio.
+
+        The time is that of the compiled step, where a compiler was asked.
+        """
         base_s = self.store_all.time_s
         time_s = (self.compiled or self.predicted).time_s
         return (time_s - base_s) / base_s if base_s > 0 else 0.0
@@ -57,8 +59,11 @@ class PlanRecord:
 
     @property
     def uncounted_bytes(self) -> int:
-        """Returns what the step holds in arrays too small for the device to count, and peaks leave
-        out; 0 where it counts all, or the plan was saved without its problem."""
+        """Returns the bytes of arrays that are too small for the device to count.
+
+        Peaks leave them out. 0 where the device counts all arrays, or the plan was saved without
+        its problem.
+        """
         if not self.smallest_bytes or self.problem is None:
             return 0
         inputs = (v.nbytes for v in self.problem.graph.values if v.producer is None)

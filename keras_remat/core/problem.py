@@ -1,4 +1,4 @@
-"""A graph, what it costs, and the budget it must fit: the input of every solver."""
+"""Holds a graph, its costs, and the budget it must fit: the input of every solver."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Problem:
     """Holds one instance of the rematerialization problem.
 
     Args:
-        graph: what is computed.
-        profile: what that costs; one entry per op of ``graph``.
+        graph: the ops and values of a step.
+        profile: the costs of the graph; one entry per op.
         budget_bytes: the peak no schedule may exceed, resident bytes included; ``None`` for no
             limit.
         name: for people.
@@ -46,7 +46,7 @@ class Problem:
 
     @property
     def room_bytes(self) -> int | None:
-        """Returns what the budget leaves beside the resident bytes; ``None`` without a budget."""
+        """Returns the budget less the resident bytes; ``None`` without a budget."""
         budget = self.budget_bytes
         return None if budget is None else budget - self.profile.resident_bytes
 
@@ -55,9 +55,11 @@ class Problem:
         return replace(self, budget_bytes=budget_bytes)
 
     def op_floor_bytes(self, op_id: int) -> int:
-        """Returns bytes that must be alive while ``op_id`` runs, whatever the schedule: resident,
-        inputs, outputs not reusing an input (a graph output that cannot be computed again is never
-        overwritten), and workspace."""
+        """Returns the bytes that are alive while ``op_id`` runs, at least, in any schedule.
+
+        They are resident bytes, inputs, outputs that reuse no input (a graph output that cannot be
+        computed again is never overwritten), and workspace.
+        """
         graph, op = self.graph, self.graph.ops[op_id]
         alive = {v for v in op.inputs if graph.values[v].producer is not None}
         total = self.profile.resident_bytes + self.profile.op_workspace_bytes[op_id]
@@ -66,8 +68,10 @@ class Problem:
 
     @cached_property
     def irreplaceable(self) -> frozenset[int]:
-        """Returns ids of the graph outputs whose first instance must survive to the end, because
-        their op may run only once."""
+        """Returns ids of the graph outputs whose op may run only once.
+
+        Their first instance must survive to the end.
+        """
         graph = self.graph
         return frozenset(
             v
@@ -77,8 +81,7 @@ class Problem:
 
     @cached_property
     def _end_bytes(self) -> int:
-        """Returns bytes that must be alive at the end: resident ones and all computed outputs
-        together."""
+        """Returns the bytes alive at the end, at least: resident ones and computed outputs."""
         values = [self.graph.values[v] for v in set(self.graph.outputs)]
         outputs = sum(value.nbytes for value in values if value.producer is not None)
         return self.profile.resident_bytes + outputs
@@ -91,11 +94,14 @@ class Problem:
 
     @property
     def floor_bytes(self) -> int:
-        """Returns a bound no schedule beats: resident bytes plus the most that any single needed op
-        holds while it runs, or that the outputs hold at the end."""
+        """Returns a bound on the peak that no schedule beats.
+
+        It is the resident bytes plus the most bytes that any single needed op holds while it runs,
+        or that the outputs hold at the end.
+        """
         return self._end_bytes if self.floor_op is None else self.op_floor_bytes(self.floor_op)
 
     @cached_property
     def store_all_time_s(self) -> float:
-        """Returns seconds of the schedule with no recomputation: each needed op once."""
+        """Returns the seconds of the schedule with no recomputation: each needed op once."""
         return sum(self.profile.op_time_s[i] for i in sorted(self.graph.needed))

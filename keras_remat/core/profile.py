@@ -1,5 +1,4 @@
-"""What a graph costs on a device: seconds and workspace per op, and the bytes that are there
-anyway."""
+"""Holds a graph's costs on a device: seconds and workspace per op, and the resident bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ MAX_SECONDS = sys.float_info.max
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of one graph, op by op.
+    """Holds the costs of one graph, op by op.
 
     Args:
         op_time_s: seconds per op, in the order of ``Graph.ops``.

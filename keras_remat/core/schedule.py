@@ -23,8 +23,7 @@ from keras_remat.errors import InvalidScheduleError
 
 @dataclass(frozen=True)
 class Usage:
-    """Says what a step takes: ``time_s`` seconds and ``peak_bytes`` bytes (resident bytes
-    included)."""
+    """Holds a step's time in seconds and its peak in bytes, resident bytes included."""
 
     time_s: float
     peak_bytes: int
@@ -81,7 +80,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Solution:
-    """Says what a solver returns.
+    """Holds the result of a solver.
 
     Args:
         schedule: validated against the problem before it is returned.
@@ -92,8 +91,8 @@ class Solution:
         lower_bound_s: seconds that no schedule under the budget beats, or ``None`` when nothing was
             proved.
         usage: time and peak of ``schedule`` by :func:`keras_remat.core.simulate.simulate`.
-        keeps_order: whether ``status`` and ``lower_bound_s`` speak of those schedules alone whose
-            first runs are in the graph's order, as Checkmate's program does.
+        keeps_order: whether ``status`` and ``lower_bound_s`` hold only for schedules whose first
+            runs are in the graph's order, as in Checkmate's program.
     """
 
     schedule: Schedule

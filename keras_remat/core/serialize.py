@@ -1,12 +1,12 @@
-"""Problem files: JSON in which list position is the id and list order is the default order.
+"""Reads and writes problem files: JSON with list positions as ids, in the default order.
 
 ``{"format": "keras_remat.problem", "version": 1, "name", "resident_bytes", "budget_bytes",
 "values": [{"name", "bytes"}], "ops": [{"name", "phase", "time_s", "workspace_bytes",
 "recomputable", "inputs", "outputs", "after", "may_reuse"}], "outputs"}``. ``after`` and
-``may_reuse`` may be missing. A value without a producer is a step input. What the core knows beyond
-that (``kind`` of an op, ``shape`` and ``dtype`` of a value, ``source``, ``device`` and ``backend``
-of the profile) is written when it is there, so that a problem comes back exactly as it was. Unknown
-fields (``pool`` and ``offload``, which older files have) are ignored.
+``may_reuse`` may be missing. A value without a producer is a step input. Further fields of the core
+(``kind`` of an op, ``shape`` and ``dtype`` of a value, ``source``, ``device`` and ``backend`` of
+the profile) are written where they are known, so that a problem comes back exactly as it was.
+Unknown fields (``pool`` and ``offload``, which older files have) are ignored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _REQUIRED = object()
 
 
 def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes ``document`` to ``path`` in one step: a reader sees the old file or the new one, never
-    half of it. A device or a pipe stays what it is, and is written to.
+    """Writes ``document`` to ``path`` in one step.
+
+    A reader sees the old file or the new one, never half of it. A device or a pipe is not replaced,
+    but written to.
 
     Raises:
         ValueError: a number is NaN or infinite, which JSON cannot say.
@@ -52,10 +54,10 @@ def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
 def read_json(
     path: str | os.PathLike[str], expected_format: str | tuple[str, ...], version: int
 ) -> dict[str, Any]:
-    """Reads a JSON object of the given format, or of one of several, and version.
+    """Reads a JSON object of a given version, and of a given format or one of several.
 
     Raises:
-        InvalidProblemError: no JSON, no object, another format or a newer version.
+        InvalidProblemError: the file is no JSON, no object, or of another format or version.
         OSError: the file cannot be read.
     """
     source = os.fspath(path)
@@ -135,7 +137,7 @@ class Fields:
         return f"{self.prefix}.{key}" if self.prefix else key
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
-        """Returns the value of a field; ``default`` where it is missing and need not be there."""
+        """Returns the value of a field; ``default``, if given, where the field is missing."""
         field = self.path(key)
         if key not in self.document:
             if default is _REQUIRED:
@@ -166,7 +168,7 @@ class Fields:
         return tuple(value)
 
     def wrong(self, field: str, message: str, value: object = None) -> InvalidProblemError:
-        """Returns the error of a field, by its full name, of this file."""
+        """Returns the error for a field of this file; ``field`` is its full name."""
         return InvalidProblemError(message, source=self.source, field=field, value=value)
 
 

@@ -1,4 +1,4 @@
-"""The one memory semantics: time and peak of a schedule.
+"""Computes time and peak of a schedule: the one definition of when a value is alive.
 
 A value computed at position k lives until its last read before it is computed again; an instance
 nobody reads lives at k only; outputs of the graph live to the end. ``live[k] = resident + Σ bytes
@@ -21,8 +21,7 @@ from keras_remat.core.schedule import Schedule, Usage
 
 
 def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
-    """Returns for every position the values computed there, with the last position at which that
-    instance is alive.
+    """Returns for every position the values computed there, each with its last position alive.
 
     An instance of a graph output that is not computed again lives to ``len(order) - 1``.
     """
@@ -51,7 +50,7 @@ def live_bytes(
     Args:
         problem: the graph and its costs.
         schedule: a legal order.
-        below_bytes: count smaller values alone, and neither resident bytes nor workspace.
+        below_bytes: count only values smaller than this, and no resident bytes nor workspace.
 
     Returns:
         int64 array of shape ``[len(order)]``; without ``below_bytes``, resident bytes and workspace
@@ -82,7 +81,7 @@ def _live(problem: Problem, schedule: Schedule, below_bytes: int | None = None) 
         for value_id, end in instances.items():
             delta[k] += nbytes[value_id]
             delta[end + 1] -= nbytes[value_id]
-            if end > k and nbytes[value_id]:  # what holds nothing has nothing to take over
+            if end > k and nbytes[value_id]:  # a value of no bytes has nothing to take over
                 dying[end].add(value_id)
     live = list(accumulate(delta[:n]))
     for k, op_id in enumerate(schedule.order):
@@ -116,5 +115,5 @@ def simulate(problem: Problem, schedule: Schedule) -> Usage:
 
 
 def seconds(problem: Problem, schedule: Schedule) -> float:
-    """Returns the time of a legal schedule alone, which takes a small part of :func:`simulate`."""
+    """Returns only the time of a legal schedule, much faster than :func:`simulate`."""
     return float(sum(problem.profile.op_time_s[op_id] for op_id in schedule.order))

@@ -1,23 +1,23 @@
-"""Slices: a rewrite of a graph in which some ops run part by part.
+"""Rewrites a graph so that some ops run in slices, part by part.
 
-An op whose result for a sample needs that sample alone becomes as many ops as there are parts, each
-on its part of what it reads. So values between two such ops exist for one part at a time, and no
-schedule of the whole graph gets as low. :class:`SliceRule` says how an op may run so; which ops do
-is chosen elsewhere (:mod:`keras_remat.planning.slicing`).
+An op whose result for a sample needs that sample alone is replaced by one op for each part, which
+reads its part of the inputs. So only one part at a time exists of a value between two such ops, and
+no schedule of the whole graph gets as low. :class:`SliceRule` says how an op may run in slices;
+:mod:`keras_remat.planning.slicing` chooses the ops.
 
 A part is a share of a value along one axis, the first where the backend names no other; along the
 first it is a contiguous share of the buffer. Ops that are added:
 
-* ``CutSlice`` copies one part of a value that is there whole. It is no view: a view of a part would
-  keep the whole buffer alive behind the graph's back.
+* ``CutSlice`` copies one part of a whole value. It is no view: a view of a part would keep the
+  whole buffer alive without the graph's knowledge.
 * ``StartJoin`` makes an empty buffer, and each ``JoinSlice`` writes one part into it, in place.
   Joining needs one part more than the whole, and not twice the whole.
-* ``SumSlices`` adds what two parts contribute to a sum over the samples (a kernel's gradient);
-  ``DivideSum`` makes a mean of it (the statistics of a batch normalization).
+* ``SumSlices`` adds the contributions of two parts to a sum over the samples (a kernel's gradient);
+  ``DivideSum`` turns such a sum into a mean (the statistics of a batch normalization).
 
-The default order goes part by part: all ops that can run on the first part, then on the second.
-Between two sums or joins that the ops themselves wait for, nothing is left undone (a *wave*).
-One file, though long: one rewrite, whose steps share what was written so far.
+The default order goes part by part: all ops that can run on the first part, then on the second. The
+ops that run before the next sum or join that other sliced ops wait for are a *wave*.
+One file, though long: one rewrite, whose steps share the ops and values written so far.
 
 The running example, where ``c`` makes 6 bytes of 1, and ``d`` 1 of 6, in two parts each:
 
@@ -53,12 +53,12 @@ class SliceRule:
     """Says how an op runs part by part.
 
     Args:
-        sliced: ids of the inputs that a part reads its own part of.
+        sliced: ids of the inputs of which every part of the op reads its own part.
         whole: ids of the inputs that every part reads whole; an id may be in both.
-        sums: ids of the outputs that are the sum, or the mean, of what the parts compute. The other
+        sums: ids of the outputs that are the sum, or the mean, of the parts' results. The other
             outputs are made part by part.
         means: ids among ``sums`` of the outputs that are the mean.
-        divides: a number that the number of parts divides; 0 where any does.
+        divides: a number that the number of parts has to divide; 0 where any number of parts does.
         partners: ids of ops that have to run in slices, too, where this one does.
     """
 
@@ -72,14 +72,14 @@ class SliceRule:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Says which ops of a graph run in slices, and in how many.
+    """Says which ops of a graph run in slices, and in how many parts.
 
     Args:
         ops: ids of ops of the graph that is to be sliced.
-        parts: at least 2.
+        parts: number of parts, at least 2.
 
     Raises:
-        InvalidProblemError: fewer than two parts, or an id that is none.
+        InvalidProblemError: fewer than two parts, or something in ``ops`` that is no id.
     """
 
     ops: tuple[int, ...]
@@ -103,10 +103,10 @@ class Origin:
     """Says where an op of a sliced graph comes from.
 
     Args:
-        role: what it does.
-        source: of a whole op or a part, the id of the op in the graph before; of others, the id of
-            the value that is cut, joined or summed up.
-        part: which one, from 0; of a sum, the last one that it adds.
+        role: its role in the sliced graph.
+        source: for a whole op or a part, the id of the op in the graph before; for other roles, the
+            id of the value that is cut, joined or summed up.
+        part: number of the part, from 0; for a sum, of the last part that it adds.
     """
 
     role: Role
@@ -116,15 +116,15 @@ class Origin:
 
 @dataclass(frozen=True)
 class SlicedGraph:
-    """Holds a graph in which some ops run part by part, and where each comes from.
+    """Holds a graph in which some ops run part by part, and the origin of each op.
 
     Args:
         graph: the ops and values after the rewrite.
         origins: one for each op of ``graph``.
-        slicing: the recipe.
-        whole: id of a value before → its id now, where it is there whole.
-        parts: id of a value before and the number of a part → the id of the part that is made.
-        cuts: the same → the id of a part that was cut out.
+        slicing: the ops that were sliced, and the number of parts.
+        whole: id of a value before → its id now, for values that exist whole.
+        parts: id of a value before and number of a part → id of the part that an op computes.
+        cuts: the same → id of a part that was cut out of a whole value.
     """
 
     graph: Graph
@@ -150,21 +150,21 @@ def sliced_graph(
     """Returns the same computation with some ops in slices.
 
     Args:
-        rules: op id → how it may run in slices.
-        slicing: which do.
-        granule_bytes: sizes of parts are rounded up to a multiple of it.
-        axes: value id → the axis that it is divided along; the first, if not given.
+        rules: op id → how the op may run in slices.
+        slicing: the ops that run in slices, and the number of parts.
+        granule_bytes: bytes; sizes of parts are rounded up to a multiple of it.
+        axes: value id → the axis along which it is divided; the first, if not given.
 
     Raises:
-        InvalidProblemError: an op has no rule, or not for so many parts, or its partners are
-            missing.
+        InvalidProblemError: an op has no rule, its rule forbids the number of parts, or its
+            partners are missing.
     """
     check_slicing(graph, rules, slicing)
     return _Rewrite(graph, rules, slicing, granule_bytes, axes or {}).result()
 
 
 def check_slicing(graph: Graph, rules: Mapping[int, SliceRule], slicing: Slicing) -> None:
-    """Raises :class:`InvalidProblemError` where a graph cannot be sliced so."""
+    """Raises :class:`InvalidProblemError` where a graph cannot be sliced in this way."""
     chosen = set(slicing.ops)
     for at, op_id in enumerate(slicing.ops):
         rule = rules.get(op_id)
@@ -212,8 +212,8 @@ class _Rewrite:
         self._whole: dict[int, int] = {}
         self._parts: dict[tuple[int, int], int] = {}
         self._cuts: dict[tuple[int, int], int] = {}
-        self._terms: dict[tuple[int, int], int] = {}  # what a part contributes to a sum
-        self._filled: dict[int, int] = {}  # value → its sum or buffer, as far as it has come
+        self._terms: dict[tuple[int, int], int] = {}  # a part's contribution to a sum
+        self._filled: dict[int, int] = {}  # value → its sum or buffer, as far as it is filled
         self._made_from: dict[int, list[int]] = defaultdict(list)  # op before → ops now
 
     def _reads_whole(self, op_id: int, value_id: int) -> bool:
@@ -261,7 +261,10 @@ class _Rewrite:
         ]
 
     def _levels(self) -> list[int]:
-        """Returns for every op how many times all parts of something have to be done before it."""
+        """Returns every op's level.
+
+        That is how many times, one after the other, all parts of a sliced op must be done before.
+        """
         levels: list[int] = []
         for op in self._old.ops:
             level = 0
@@ -285,7 +288,7 @@ class _Rewrite:
         return value_id
 
     def _part_of(self, value: Value) -> Value:
-        """Returns what one part of a value is like."""
+        """Returns a value with the size and shape of one part."""
         exact = -(-value.nbytes // self._slicing.parts)
         shape = value.shape
         if shape:
@@ -344,7 +347,7 @@ class _Rewrite:
                 self._write_join(op, v, part)
 
     def _read(self, rule: SliceRule, value_id: int, part: int) -> Iterator[int]:
-        """Yields what a part reads for an input of its op."""
+        """Yields the ids of the values that a part reads for an input of its op."""
         if value_id in rule.sliced:
             made = self._parts.get((value_id, part))
             yield self._cuts[value_id, part] if made is None else made
@@ -352,10 +355,10 @@ class _Rewrite:
             yield self._whole[value_id]
 
     def _write_cut(self, reader: Op, value: Value, part: int) -> None:
-        """Writes what copies a part, unless there is such a copy."""
+        """Writes an op that copies a part, unless there is such a copy."""
         op_id, cut = len(self._ops), self._part_of(value)
         known = self._cuts.get((value.id, part))
-        if value.producer is None:  # what overwrites a step input comes after its readers
+        if value.producer is None:  # ops that overwrite a step input come after its readers
             maker = None if known is None else self._values[known].producer
             self._made_from[reader.id].append(op_id if maker is None else maker)
         if known is not None:
@@ -369,7 +372,7 @@ class _Rewrite:
         )
 
     def _name(self, value_id: int) -> str:
-        """Returns a name for what is done with a value: its op's, with a number if it has more."""
+        """Returns a value's name for new ops: its op's, numbered from the second output on."""
         value = self._old.values[value_id]
         if value.producer is None:
             return value.name.partition(":")[0]
@@ -415,6 +418,6 @@ class _Rewrite:
         self._add(new, Origin("join", value_id, part))
 
     def _step_name(self, value: Value, part: int) -> str:
-        """Returns the name of a value that is filled up to a part: its own, once it is complete."""
+        """Returns the name of a value filled up to a part; its own name, once it is complete."""
         is_last = part == self._slicing.parts - 1
         return value.name if is_last else f"{value.name}/until_{part}"

@@ -1,11 +1,11 @@
-"""Where a step will run: the device that is there, or a card that need not be.
+"""Describes where a step will run: on the live device, or on a card that need not be there.
 
-Everything that depends on the device asks its :class:`Target`: how a schedule is written down, what
-it is compiled for, what is added to its bytes, and what its ops cost. A backend makes the target of
-the live device (:func:`live`); :mod:`keras_remat.cards.table` holds those of cards.
+Everything that depends on the device asks its :class:`Target`: how a schedule is written, for which
+device it is compiled, which bytes are added to it, and what its ops cost. A backend makes the
+target of the live device (:func:`live`); :mod:`keras_remat.cards.table` holds those of cards.
 
-Times are a roofline: the slower of arithmetic and traffic, and a launch. Only the ratios of times
-decide about a plan.
+Times follow a roofline: the slower of arithmetic and traffic, plus a launch. Only the ratios of
+times decide about a plan.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Says what a device's arithmetic and traffic take.
+    """Holds the costs of a device's arithmetic and traffic.
 
     Args:
-        seconds_per_flop: of a 32-bit matrix product, multiplications and additions counted apart.
-        seconds_per_byte: read or written.
-        seconds_per_kernel: a launch.
-        half_flop: a flop of a 16-bit float's product, in flops of a 32-bit one.
-        expensive_flops: an exponential or the like, in flops of a product.
-        random_flops: a random number, in flops of a product.
-        grouped_factor: a flop of a grouped convolution, in flops of a dense one.
+        seconds_per_flop: seconds per flop of a 32-bit matrix product; multiplications and additions
+            are counted apart.
+        seconds_per_byte: seconds per byte read or written.
+        seconds_per_kernel: seconds per launch of a kernel.
+        half_flop: cost of a flop in a 16-bit product, in flops of a 32-bit one.
+        expensive_flops: cost of an exponential or the like, in flops of a product.
+        random_flops: cost of a random number, in flops of a product.
+        grouped_factor: cost of a flop of a grouped convolution, in flops of a dense one.
     """
 
     seconds_per_flop: float
@@ -56,23 +57,23 @@ GPU_RATES = Rates(
     random_flops=100,
     grouped_factor=10,
 )
-"""A GPU that no table knows: guesses of the order of magnitude, not measured."""
+"""Rates of a GPU that is in no table: guesses of the order of magnitude, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Says what a compiler must know of a card that is not there.
+    """Holds the numbers that a compiler needs of a card that is not there.
 
     Args:
-        name: as the driver tells it.
-        cores: streaming multiprocessors.
-        fpus_per_core: 32-bit units of each.
-        clock_ghz: boost clock.
+        name: name that the driver reports.
+        cores: number of streaming multiprocessors.
+        fpus_per_core: number of 32-bit units of each multiprocessor.
+        clock_ghz: boost clock in GHz.
         bytes_per_s: bandwidth of the memory.
-        l2_bytes: second-level cache.
-        shared_bytes_per_core: shared memory of a multiprocessor.
-        shared_bytes_per_block: what one block can ask for.
-        threads_per_core: resident at once.
+        l2_bytes: bytes of the second-level cache.
+        shared_bytes_per_core: bytes of shared memory of a multiprocessor.
+        shared_bytes_per_block: bytes of shared memory that one block can ask for.
+        threads_per_core: number of threads that are resident on a multiprocessor at once.
     """
 
     name: str
@@ -92,13 +93,13 @@ class Target:
 
     Args:
         platform: ``"cpu"`` or ``"gpu"``.
-        device: for people, such as ``"gpu:0 NVIDIA H100 80GB HBM3"``.
-        rates: what its arithmetic and traffic take.
-        card: its name, in the table of cards or one's own; ``None`` for the live device.
-        capability: CUDA's compute capability; ``None`` where there is none, or nobody asked.
-        total_bytes: its memory; ``None`` where the live device is to be asked.
-        usable_bytes: what a framework uses of it by default.
-        chip: what a compiler must know of it; ``None`` for the live device.
+        device: name for people, such as ``"gpu:0 NVIDIA H100 80GB HBM3"``.
+        rates: costs of its arithmetic and traffic.
+        card: name of the card, in the table of cards or one's own; ``None`` for the live device.
+        capability: CUDA's compute capability; ``None`` where there is none, or it is not known.
+        total_bytes: bytes of its memory; ``None`` where the live device is to be asked.
+        usable_bytes: bytes of its memory that a framework uses by default.
+        chip: numbers that a compiler needs; ``None`` for the live device.
     """
 
     platform: str
@@ -126,10 +127,10 @@ class Target:
 
     @property
     def memory_bytes(self) -> int:
-        """Returns all its memory, which is more than a framework uses of it by default.
+        """Returns the bytes of all its memory; a framework uses fewer by default.
 
         Raises:
-            ValueError: nobody has said how much that is.
+            ValueError: ``total_bytes`` is not known.
         """
         if self.total_bytes is None:
             raise ValueError(f"the target {self.device!r} has no total_bytes: give some")
@@ -142,8 +143,10 @@ class Target:
 
     @property
     def before_ampere(self) -> bool:
-        """Returns whether it is known to be a GPU without units for bfloat16, for which XLA leaves
-        matrix products to cuBLAS: one from before NVIDIA's Ampere."""
+        """Returns whether it is known to be a GPU from before NVIDIA's Ampere.
+
+        Such a GPU has no units for bfloat16, and XLA leaves its matrix products to cuBLAS.
+        """
         return self.on_gpu and self.capability is not None and self.capability < (8, 0)
 
 
@@ -160,13 +163,13 @@ def live(platform: str, device: str, capability: tuple[int, int] | None = None) 
 
 
 def gpu_rates(flops_per_s: float, half_flops_per_s: float, bytes_per_s: float) -> Rates:
-    """Returns a GPU's rates from its data sheet; what that does not tell is as of any GPU.
+    """Returns a GPU's rates from its data sheet; the other rates are those of any GPU.
 
     Args:
-        flops_per_s: 32-bit matrix products, as frameworks compute them by default: in TF32 where
-            the card has it.
-        half_flops_per_s: 16-bit ones, summed in 32 bits.
-        bytes_per_s: bandwidth.
+        flops_per_s: flops per second of 32-bit matrix products, as frameworks compute them by
+            default: in TF32 where the card has it.
+        half_flops_per_s: flops per second of 16-bit products, summed in 32 bits.
+        bytes_per_s: bandwidth of the memory.
     """
     return replace(
         GPU_RATES,

@@ -1,4 +1,4 @@
-"""What must run before what: predecessors, ancestors and descendants of ops.
+"""Finds what must run before an op or after it: predecessors, ancestors and descendants.
 
 Plain walks and not networkx: a graph of 15,000 ops is asked thousands of times, and a copy of it
 would have to be kept in step.
@@ -15,8 +15,9 @@ from keras_remat.core.graph import Graph
 
 
 def predecessors(graph: Graph, op_id: int) -> set[int]:
-    """Returns the needed ops that must run just before an op: the producers of what it reads, and
-    what it must follow.
+    """Returns the needed ops that an op directly depends on.
+
+    These are the producers of the values it reads, and the ops in its ``after``.
 
     >>> from keras_remat.core.graph import chain_example
     >>> sorted(predecessors(chain_example(), 4))
@@ -56,8 +57,10 @@ def descendants_of(graph: Graph, op_id: int) -> set[int]:
 
 
 def last_runs(graph: Graph, base: Sequence[int]) -> list[int]:
-    """Returns for each op the position in a base order before which it may last run again: that of
-    the first op that must follow it (S4), the end where none must, and -1 where S3 forbids it.
+    """Returns for each op the position in a base order before which it may run again.
+
+    That is the position of the first op that must follow it (S4), the end where none must, and -1
+    where S3 forbids that it runs again.
 
     >>> from keras_remat.core.graph import chain_example
     >>> last_runs(chain_example(), (0, 1, 2, 3, 4))
@@ -73,14 +76,14 @@ def last_runs(graph: Graph, base: Sequence[int]) -> list[int]:
 def topological_order(
     before: Mapping[Any, Collection[Any]], rank: Callable[[Any], Any]
 ) -> list[Any]:
-    """Returns the keys in an order in which each follows all that must come before it.
+    """Returns the keys in an order in which each follows all keys that must come before it.
 
-    Of those that can come next, the one of the smallest rank does, and of equal ones the smallest
-    key. Those in a cycle, and behind one, are left out.
+    Of the keys that can come next, the one with the smallest rank does; of equal ranks, the
+    smallest key. Keys in a cycle, and behind one, are left out.
 
     Args:
         before: key → the distinct keys that must come before it.
-        rank: key → what can be compared.
+        rank: returns the rank of a key, which can be compared.
 
     >>> topological_order({"c": ["a"], "b": ["a"], "a": []}, rank=lambda key: key != "c")
     ['a', 'c', 'b']

@@ -1,8 +1,8 @@
-"""The oracle: does a schedule obey the rules, and does it fit the budget?
+"""Checks whether a schedule obeys the rules and fits the budget: the oracle of the tests.
 
-Written as an executor with a table of buffers, on purpose unlike :mod:`keras_remat.core.simulate`
-and sharing no code with it: two independent answers to the same question, compared on random
-problems by the tests.
+It executes the schedule with a table of buffers. On purpose, it differs from
+:mod:`keras_remat.core.simulate` and shares no code with it: the tests compare the two independent
+answers on random problems.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def validate(problem: Problem, schedule: Schedule) -> None:
 
 
 def check_rules(problem: Problem, schedule: Schedule) -> None:
-    """Raises :class:`InvalidScheduleError` unless the schedule obeys S1 to S4; the budget plays no
-    part."""
+    """Raises :class:`InvalidScheduleError` unless the schedule obeys S1 to S4.
+
+    The budget plays no part.
+    """
     graph, seen = problem.graph, _check_runs(problem, schedule)
     missing = graph.needed - seen
     if missing:
@@ -59,8 +61,11 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
 
 
 def _check_runs(problem: Problem, schedule: Schedule) -> set[int]:
-    """Raises :class:`InvalidScheduleError` where a run breaks S1, S2 or S3; returns the ops that
-    run."""
+    """Returns the ops that run.
+
+    Raises:
+        InvalidScheduleError: a run breaks S1 or S3, or has an unknown id (S2).
+    """
     graph = problem.graph
     seen: set[int] = set()
     for position, op_id in enumerate(schedule.order):
@@ -92,8 +97,7 @@ def _check_runs(problem: Problem, schedule: Schedule) -> set[int]:
 
 
 def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Runs the order against a table of buffers and returns the most bytes held at once, resident
-    bytes included."""
+    """Runs the order with a table of buffers, and returns its peak, resident bytes included."""
     graph, order = problem.graph, schedule.order
 
     # Walking backwards: is a value read again before the next time it is computed?
@@ -116,7 +120,7 @@ def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
         ]  # fmt: skip
         takeover = [v for v in releasable if v in op.may_reuse]
         for value_id in op.outputs:
-            # the instance before this one was dead weight and must not exist
+            # the instance before this one is not read again and must not exist any more
             held -= buffers.pop(value_id, 0)
             size = graph.values[value_id].nbytes
             donor = next((v for v in takeover if buffers[v] == size), None)

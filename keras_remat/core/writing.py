@@ -1,7 +1,7 @@
-"""How strictly XLA is told to keep to a schedule; :mod:`keras_remat.backends.xla.protect` writes
-it.
+"""Names how strictly XLA is made to keep to a schedule.
 
-A file of its own, though short: plans, backends and XLA's writer share it.
+:mod:`keras_remat.backends.xla.protect` writes the schedule. A file of its own, though short: plans,
+backends and XLA's writer share it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from enum import Enum
 
 
 class Writing(Enum):
-    """Says how much of a schedule is protected where no op runs again, the quickest way first; its
-    values stand in plan files."""
+    """Says how much of a schedule is protected where no op runs again.
+
+    The quickest way comes first. The values are used in plan files.
+    """
 
     LOOSE = "loose"
     """Nothing."""
