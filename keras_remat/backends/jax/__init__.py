@@ -1,8 +1,7 @@
-"""Keras on JAX: trace the trainer's step, plan what XLA will put into memory, run the plan as one
-compiled step.
+"""Plans what XLA puts into memory for Keras on JAX, and runs it as one compiled step.
 
 Imports JAX and Keras, never TensorFlow, and no solver. Two things differ from a framework that runs
-op by op. What a schedule takes is known once it is compiled, before it runs
+op by op. Compiling a schedule shows what it takes before it runs
 (:class:`~keras_remat.backends.xla.compiled_memory.CompiledMemory`), so a plan that the compiler
 breaks is never installed. And single ops cannot be timed, so op times stay estimates.
 """
@@ -51,7 +50,7 @@ from keras_remat.core.writing import Writing
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
-#: How many compiled steps are kept, so that what is found again is not compiled again.
+#: How many compiled steps are kept, so that a schedule that is found again is not compiled again.
 REMEMBERED_STEPS = 6
 
 
@@ -73,11 +72,11 @@ class LoweredStep:
 
 
 class JaxBackend:
-    """Knows the verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance
-    remembers what was compiled.
+    """Implements :class:`keras_remat.backends.base.Backend` for one model, and remembers its
+    compiled steps.
 
     Args:
-        target: where steps will run; the live device, if not given. For a card that is not there
+        target: where steps will run; ``None`` for the live device. For a card that is not there,
             steps are traced, planned and compiled, and none runs.
     """
 
@@ -86,7 +85,7 @@ class JaxBackend:
     guesses_workspaces = False
     runs_slices = True
     auto_solver = (
-        "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
+        "greedy"  # XLA does not keep what a slow solver gains by estimated times and a model of XLA
     )
 
     def __init__(self, target: Target | None = None) -> None:
@@ -96,9 +95,9 @@ class JaxBackend:
         if target is not None and not target.is_live:
             self.device = AbsentDevice(target)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
-        self._asked: Any = None  # the batch, where no array of it lies anywhere
-        self._times_s: dict[Any, float] = {}  # what was compiled → how long it takes
-        self._newest: dict[Any, Written] = {}  # what was compiled → the step; the newest last
+        self._asked: Any = None  # the example batch, if it is specs and no arrays
+        self._times_s: dict[Any, float] = {}  # key of a compiled step → seconds it takes
+        self._newest: dict[Any, Written] = {}  # key → compiled step; the newest last
 
     @property
     def target(self) -> Target:
@@ -107,7 +106,7 @@ class JaxBackend:
 
     @cached_property
     def memory(self) -> CompiledMemory:
-        """Asks the compiler."""
+        """Predicts peaks by asking the compiler."""
         on_gpu = self.target.on_gpu
         return CompiledMemory(
             self._compile_bytes,
@@ -175,12 +174,11 @@ class JaxBackend:
         self._traced[traced.graph.fingerprint] = traced
 
     def _with_slicer(self, traced: JaxTracedStep, *, is_known: bool) -> JaxTracedStep:
-        """Returns a step that can be put into slices, where it trains on one device, and its batch
-        as a whole.
+        """Returns a step with a slicer, if it trains on one device and its batch as a whole.
 
         Args:
             traced: the step.
-            is_known: whether the compiler is asked about it.
+            is_known: whether the compiler will be asked about it.
         """
         if traced.mesh is not None or traced.micro_batches > 1:
             return traced
@@ -188,8 +186,8 @@ class JaxBackend:
         return replace(traced, slicer=StepSlicer(traced, note))
 
     def taken_over(self, traced: JaxTracedStep) -> JaxTracedStep | None:
-        """Returns a step that was traced for another card as one for this; ``None`` where XLA does
-        other things to its ops here."""
+        """Returns a step that was traced for another card as one for this target; ``None`` if XLA
+        does other things to its ops here."""
         if kinds_of(traced.target) != kinds_of(self.target):
             return None
         traced = replace(traced, target=self.target, slicer=None)
@@ -224,8 +222,10 @@ class JaxBackend:
         return LoweredStep(traced, schedule, compiled, self.device)
 
     def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
-        """Returns the step that runs a schedule, or Keras's own; the newest are remembered, and
-        written anew where they take more than the problem's budget leaves.
+        """Returns the compiled step of a schedule, or Keras's own for ``None``.
+
+        The newest steps are remembered. A remembered schedule is written anew if it takes more than
+        the problem's budget leaves.
 
         Raises:
             UnsupportedModelError: XLA does not compile the schedule.
@@ -237,7 +237,7 @@ class JaxBackend:
             if key not in self._newest:
                 self._remember(key, lowering.written(lowering.lower_plain(traced)))
             return self._newest[key].step
-        self._compiled_time_s(problem, None)  # while Keras's own is held
+        self._compiled_time_s(problem, None)  # before Keras's own step is dropped
         known, room_bytes = self._newest.get(key), problem.room_bytes
         try:
             self._remember(key, lowering.lower_within(traced, schedule, room_bytes, known))
@@ -248,8 +248,8 @@ class JaxBackend:
         return self._newest[key].step
 
     def _key(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:
-        # a step takes its arguments in one structure; another batch's ops may be the same, and so
-        # may those of a model that has changed
+        # the ops do not tell steps apart: arguments of another structure may have the same ops, and
+        # so may a model that has changed
         return self.device.times_forgotten, traced.graph.fingerprint, traced.in_tree, schedule
 
     def _remember(self, key: Any, written: Written) -> None:
@@ -261,14 +261,16 @@ class JaxBackend:
             del self._newest[old]
 
     def written_plain(self, problem: Problem) -> Callable[[], None]:
-        """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
+        """Writes Keras's own step down for a card. Returns a function that compiles it, in any
+        thread."""
         traced = self._traced[problem.graph.fingerprint]
         compile_plain = lowering.written_plain(traced)
         return lambda: self._remember(self._key(traced, None), lowering.written(compile_plain()))
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
-        """Returns what a step adds to the resident bytes, more than there is where compiling it ran
-        out of memory; ``None`` for a graph that was not traced to be run."""
+        """Returns the bytes a step adds to the resident ones; ``None`` for a graph that was not
+        traced to be run. If compiling runs out of memory, all bytes of the device are returned, so
+        that the peak is more than there is."""
         traced = self._traced.get(problem.graph.fingerprint)
         if traced is None:
             return None
@@ -281,8 +283,9 @@ class JaxBackend:
         return memory(compiled).added_bytes
 
     def _compiled_time_s(self, problem: Problem, schedule: Schedule | None) -> float | None:
-        """Returns the seconds of a step that was compiled for a card that is not there, by that
-        one's roofline; ``None`` elsewhere, where steps run, and where it is held no more."""
+        """Returns the seconds of a step compiled for a card that is not there, by the card's
+        roofline. Returns ``None`` on a live device, where steps run, and if the step is no longer
+        remembered."""
         traced = self._traced.get(problem.graph.fingerprint)
         if traced is None or traced.target.is_live:
             return None

@@ -1,12 +1,12 @@
-"""A GPU that is not there, as JAX's compiler sees it.
+"""Describes a GPU that is not there to JAX's compiler.
 
-JAX's CUDA plugin compiles without a driver, for a device of which it is told the units
+JAX's CUDA plugin compiles without a driver, for a device whose units it is told
 (:class:`keras_remat.core.target.Chip`). A step is lowered for CUDA and compiled for that device,
 and ``memory_analysis()`` is the buffer assignment of XLA:GPU. Neither cuDNN nor a GPU is asked, so
 the scratch memory of a library's kernels is not in the bytes.
 
-Buffers are assigned before kernels are written. What is compiled here never runs, so it is compiled
-no further than that, in a process of its own (:mod:`keras_remat.backends.jax.hlo`).
+Buffers are assigned before kernels are written. A step compiled here never runs, so its compilation
+ends there, in a process of its own (:mod:`keras_remat.backends.jax.hlo`).
 
 Reference: ``jax.experimental.topologies``; the fields are those of XLA's ``GpuDeviceInfoProto``.
 """
@@ -69,15 +69,14 @@ done
 
 @contextmanager
 def compiler_options(written: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the options of a step that is compiled for a card that is not there: no kernels are
-    tried, and a stand-in is in the place of NVIDIA's assembler. Where that cannot be run, XLA finds
-    the real one.
+    """Yields the options with which a step is compiled for a card that is not there.
 
-    The stand-in lies in a folder for as long as one step is compiled: what removes a folder when a
-    process ends does not run in every process.
+    No kernels are tried, and a stand-in takes the place of NVIDIA's assembler. If the stand-in
+    cannot be run, XLA finds the real one. The stand-in's folder exists only while one step is
+    compiled: the code that removes a folder when a process ends does not run in every process.
 
     Args:
-        written: a folder for what XLA writes down on its way, as text.
+        written: folder for the files that XLA writes on its way, as text.
     """
     with TemporaryDirectory(prefix="keras_remat_") as folder:
         assembler = Path(folder) / "bin" / "ptxas"
@@ -92,7 +91,7 @@ def compiler_options(written: Path | None = None) -> Iterator[dict[str, Any]]:
 
 @cache
 def compiler() -> CardCompiler:
-    """Returns what compiles for cards: one process for all steps.
+    """Returns the compiler for cards: one process for all steps.
 
     Raises:
         MissingPackageError, UnsupportedModelError: see
@@ -105,8 +104,8 @@ def lowered(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
     """Writes ``(state, batch) → (logs, state)`` down for a GPU, with the state donated.
 
     Args:
-        step: what is written.
-        state, batch: shapes and dtypes.
+        step: the step.
+        state, batch: their shapes and dtypes.
     """
     return jax.jit(step, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
 

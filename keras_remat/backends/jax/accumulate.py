@@ -1,10 +1,10 @@
-"""One optimizer step from a batch that is split into micro-batches
-(:mod:`keras_remat.backends.micro_batches`), whose gradients are added up.
+"""Trains a batch in micro-batches whose gradients are added up, as one optimizer step.
 
-The step is written out micro-batch after micro-batch and traced like any other. XLA would be free
-to run them side by side, so the samples of each are made to depend on the gradients of the
-one before (:mod:`keras_remat.backends.jax.barrier`). Not ``lax.scan``: its body would be one op,
-and nothing in it could be planned.
+:mod:`keras_remat.backends.micro_batches` splits the batch. The step is written out micro-batch
+after micro-batch and traced like any other. XLA would be free to run them side by side, so the
+samples of each are made to depend on the gradients of the one before
+(:mod:`keras_remat.backends.jax.barrier`). Not ``lax.scan``: its body would be one op, and nothing
+in it could be planned.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A data dependency that XLA can neither fold nor move: what keeps a recomputation a recomputation.
+"""Guards recomputations by a data dependency that XLA can neither fold nor move.
 
 XLA merges equal operations, ignores the order they were written in, and on CPU drops
 ``optimization_barrier`` before scheduling. It cannot merge operations with different inputs, and
-cannot start one before its inputs exist. So some input ``x`` of a recomputation is replaced by a
-value equal to ``x`` that depends on a *trigger*: values that exist only when the recomputation
-should start.
+cannot start one before its inputs exist. So one input ``x`` of a recomputation is replaced by an
+equal value that depends on a *trigger*: values that exist only when the recomputation should start.
 
     bits = one element of each trigger value, as an unsigned integer, joined by bitwise or
     x'   = select((bits | 1) == 0, fill, x)
@@ -16,8 +15,8 @@ bits, so the select survives until buffers are assigned; the code generator belo
 from the inner loop. An elementwise reader takes the select into its kernel; a product or
 convolution has its smallest operand copied.
 
-What is guarded may be a constant, such as the 0 of a ReLU, and a select between two equal constants
-is folded at once. So the fill is a number that programs do not write
+The guarded value may be a constant, such as the 0 of a ReLU, and a select between two equal
+constants is folded at once. So the fill is a number that programs do not write
 (:data:`~keras_remat.backends.xla.protect.FLOAT_FILL`). A boolean has no third value:
 ``x' = x xor condition``.
 """
@@ -65,8 +64,8 @@ def never(triggers: Sequence[Any], in_branch: bool = False) -> jax.Array:
 
     Args:
         triggers: arrays.
-        in_branch: whether they are read in the branch of a condition, which takes them from memory;
-            a slice could be fused with what they come from.
+        in_branch: whether the branch of a condition reads them, which takes them from memory; a
+            slice could be fused with the ops that compute them.
     """
     if in_branch:
         condition = never([min(triggers, key=lambda x: x.size)])

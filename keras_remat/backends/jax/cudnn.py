@@ -1,9 +1,9 @@
-"""What cuDNN computes of a step that is planned for a card that is not there.
+"""Plans layers of cuDNN's for a card that is not there.
 
 Two of Keras's layers leave their work to cuDNN on a GPU: attention (flash attention), and the LSTM.
 Its kernels are compiled only where a GPU and cuDNN are. For a card, attention is traced as XLA's
-own, which computes the same and keeps more, and an LSTM as a loop, which keeps less and is slower.
-Where the card would have been given cuDNN's, that is said.
+own, which computes the same and keeps more. An LSTM is traced as a loop, which keeps less and is
+slower. If the card would have been given cuDNN's kernels, a remark says so.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
 HALF_DTYPES = ("float16", "bfloat16")
-"""What cuDNN's attention computes in, on cards of NVIDIA's Ampere and later ones."""
+"""Types in which cuDNN's attention computes, on NVIDIA's cards from Ampere on."""
 
 
 def remark(model: Any, target: Target) -> str | None:
-    """Returns that a model's layers run otherwise on a card than is planned for; ``None`` where
-    they do not."""
+    """Returns a remark on layers that a card runs otherwise than planned; ``None`` if it runs none
+    so."""
     if target.is_live:
         return None
     attending = [
@@ -67,7 +67,7 @@ def refused(model: Any) -> Iterator[None]:
     """Builds and traces a model without cuDNN's attention.
 
     Raises:
-        UnsupportedModelError: its own code asks for that.
+        UnsupportedModelError: the model's own code asks for it.
     """
     try:
         with keras_private.without_cudnn(model):

@@ -1,23 +1,24 @@
-"""Where the trainer's state is, what a step does to it, and what the device had in use meanwhile.
+"""Runs steps on the trainer's state, and measures what the device has in use meanwhile.
 
-A compiled step takes the state, donates it, and gives a new one. Whoever runs a step does so
-through :class:`Device`, which knows the current state: inside ``fit`` the one Keras handed to the
+A compiled step takes the state, donates it, and gives a new one. Every step runs through
+:class:`Device`, which knows the current state. Inside ``fit`` it is the state Keras handed to the
 train function, else the one in the model's variables.
 
-*Guard.* A step that fails has consumed its state, or a part of it. A step that runs right after
-:meth:`Device.snapshot` gives the copy back as the state, whatever it failed of, and is waited for,
-because JAX reports out of memory asynchronously. What it had not consumed stays where it is, and
-what is put back takes the place of what is let go first: the device never holds the state twice.
-Outside of ``fit``, where the model must come back as it was, arrays that somebody else holds (a
-value that was kept, a teacher that got the student's by ``assign``) are copied before each step and
-come back themselves.
-XLA allocates all that a step needs when it starts, so one that ran once will run again.
+*Guard.* A step that fails has consumed its state, or a part of it. If it ran right after
+:meth:`Device.snapshot`, the snapshot's copy becomes the state again, whatever the step failed of.
+Such a step is waited for, because JAX reports out of memory asynchronously. Arrays that it had not
+consumed stay where they are. Arrays that are put back take the place of arrays that are let go
+first, so the device never holds the state twice. Outside of ``fit``, where the model must come back
+as it was, arrays that somebody else holds (a value that was kept, a teacher that got the student's
+by ``assign``) are copied before each step and come back themselves. XLA allocates all that a step
+needs when it starts, so a step that ran once will run again.
 
-*Peak.* On a CPU, where JAX keeps no statistics: bytes of all live arrays, plus what buffer
-assignment says the step allocates beside its arguments, exact for what JAX allocates. On a GPU the
-allocator's peak, where it rose during the step. It cannot be reset, so where it did not rise the
-step took at most that, and the figure is made as on a CPU. So it is where a compilation came
-between, or where a program ran for the first time: what kernels are chosen by is not the step's.
+*Peak.* On a CPU JAX keeps no statistics. The peak is the bytes of all live arrays plus the bytes
+that, by buffer assignment, the step allocates beside its arguments; it is exact for what JAX
+allocates. On a GPU the peak is the allocator's, if that rose during the step. It cannot be reset.
+If it did not rise, the step took at most that, and the peak is found as on a CPU. So it is if a
+compilation came between, or if a program ran for the first time: the memory with which kernels are
+chosen is not the step's.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Says what a step may move, from before it.
+    """Holds what a step may change, as it was before the step.
 
     Args:
-        state: copies on the host.
-        spared: by position in the state, arrays that no step consumes: somebody else holds them.
-        refs: what the step refers to outside of the state, with copies of the values.
+        state: copies of its arrays, on the host.
+        spared: position in the state → array that no step consumes, because somebody else holds it.
+        refs: mutable arrays outside of the state that the step refers to, with copies of their
+            values.
     """
 
     state: Any
@@ -75,11 +77,11 @@ class Device:
     trains on them.
 
     Args:
-        processes: those that train it; of what they measure, the most is told.
+        processes: the processes that train the model; the largest of their measurements counts.
     """
 
     has_statistics = True
-    """Says that a step's peak can be told: on a CPU by buffer assignment, else by the allocator."""
+    """Says that a step's peak is known: on a CPU by buffer assignment, else by the allocator."""
 
     def __init__(self, processes: Processes | None = None) -> None:
         self.processes = processes or Processes()
@@ -87,16 +89,16 @@ class Device:
         self.times_forgotten = 0
         self._own_step: Any = None
         self.step_times = StepTimes(estimated_profile)
-        #: Of Keras's own step that ran, by the shapes of its batch, and the batch's bytes.
+        #: Shapes of a batch → memory of Keras's own step that ran on it, and the batch's bytes.
         self._plain: dict[Any, tuple[StepMemory, int]] = {}
         self._peak_before: int | None = None
         self._kept: _Kept | None = None  # of the state before the next step
-        self._put_back: _Kept | None = None  # what the state is equal to, after a step that failed
-        self._spared: dict[int, jax.Array] = {}  # by position in the state: held by others, too
-        self._refs: dict[int, Any] = {}  # by id: what the traced steps refer to
+        self._put_back: _Kept | None = None  # the copies that the state equals after a failed step
+        self._spared: dict[int, jax.Array] = {}  # position in the state → array held by others
+        self._refs: dict[int, Any] = {}  # id → mutable array that traced steps refer to
         self._expected_peak_bytes, self._compile_s = 0, 0.0
-        self._told_peak_bytes = 0  # what all processes know of the newest step that was waited for
-        self._is_measuring = True  # whether what a step takes is asked for
+        self._told_peak_bytes = 0  # of the newest step waited for, over all processes
+        self._is_measuring = True  # whether the peak of a step is asked for
         self._first_run = False  # whether a program ran for the first time since measuring began
 
     # ---------------------------------------------------------------- steps
@@ -113,10 +115,10 @@ class Device:
         """Runs ``step(state, batch) → (logs, state)`` on the current state and returns its logs.
 
         Args:
-            model: whose state it is.
+            model: the model of the state.
             step: consumes the state and returns the new one, in the same containers.
-            batch: what it trains.
-            used: what it allocates.
+            batch: the batch it trains.
+            used: the memory it allocates.
             first: whether it has not run before.
         """
         kept, self._kept = self._kept, None
@@ -128,7 +130,7 @@ class Device:
                 self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
             )
         started = time.perf_counter()
-        with interrupts.put_off():  # until what the step returns is kept
+        with interrupts.put_off():  # until the new state is kept
             try:
                 logs, new_state = step(state, batch)
                 if kept is not None or self.step_times.times_s is not None:
@@ -143,8 +145,9 @@ class Device:
         return logs
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        """Copies the state, and what the traced steps refer to, to the host; what it returns puts
-        them back. Outside of ``fit`` arrays that somebody else holds are not consumed meanwhile."""
+        """Copies the state, and mutable arrays that traced steps refer to, to the host. Returns a
+        function that puts them back. Outside of ``fit``, steps do not consume arrays that somebody
+        else holds until then."""
         spared = private.arrays_held_elsewhere(model) if self.state is None else {}
         state = jax.tree.map(lambda x: np.array(x, copy=True), self.current_state(model))
         kept = self._kept = _Kept(
@@ -163,12 +166,12 @@ class Device:
         return put_back
 
     def note_refs(self, traced: JaxTracedStep) -> None:
-        """Takes down what a step refers to: it is no part of the state, and moves with a step."""
+        """Notes the mutable arrays a step refers to: they are not in the state, and the step
+        changes them."""
         self._refs.update({id(c): c for c in traced.program.constants if private.is_ref(c)})
 
     def _restore(self, model: Any, kept: _Kept) -> None:
-        """Gives every array of the state that was consumed its kept value, and those that were
-        spared back."""
+        """Gives consumed arrays of the state their kept values, and puts spared arrays back."""
         leaves, structure = jax.tree.flatten(self.current_state(model))
         copies = jax.tree.leaves(kept.state)
         state = [
@@ -181,8 +184,8 @@ class Device:
         self._put_back = kept
 
     def _consumable(self, state: Any) -> Any:
-        """Returns a state without the arrays that are spared; their copies live as long as the
-        step."""
+        """Returns the state with copies in place of the spared arrays; the copies live as long as
+        the step."""
         if not self._spared:
             return state
         leaves, structure = jax.tree.flatten(state)
@@ -224,12 +227,12 @@ class Device:
         )
 
     def own_step(self, model: Any) -> Callable[[Any, Any], Any]:
-        """Returns the model's own ``train_step``, inside of a call of the train function always the
-        same object.
+        """Returns the model's own ``train_step``; in the train function always the same one.
 
-        JAX finds what it traced and compiled of a method as long as the first object of it lives,
-        under any that is equal to it. So it is kept while a train function stays, and no longer:
-        the next one, made because the model has changed, would run the step of the one before.
+        JAX finds the traces and compilations of a method as long as its first object lives, also by
+        any equal object. So the object is kept while a train function stays, and no longer.
+        Otherwise the next train function, made because the model has changed, would run the step of
+        the one before.
         """
         own: Callable[[Any, Any], Any] = self._own_step or model.train_step
         if self.state is not None:
@@ -249,8 +252,9 @@ class Device:
         self._peak_before = device_statistic("peak_bytes_in_use")
 
     def watched_peak_bytes(self) -> int:
-        """Returns the most that Keras's own steps can have taken since then: the allocator's peak
-        where it rose, else what is in use and what the largest of them adds to that."""
+        """Returns the most bytes that Keras's own steps can have taken since the watch began. It is
+        the allocator's peak if that rose, else the bytes in use and the most that one of the steps
+        adds to them."""
         added = max((used.added_bytes + batch for used, batch in self._plain.values()), default=0)
         expected, peak = self.in_use_bytes() + added, device_statistic("peak_bytes_in_use")
         if peak is None:
@@ -258,8 +262,8 @@ class Device:
         return peak if peak != self._peak_before else min(peak, expected)
 
     def phase_peak_bytes(self) -> int:
-        """Returns the allocator's peak where it rose since then; else 0: it tells nothing of what
-        took less, and nothing at all on a CPU."""
+        """Returns the allocator's peak if it rose since the watch began; else 0. It does not show a
+        lower peak, and there is none on a CPU."""
         peak = device_statistic("peak_bytes_in_use")
         return 0 if peak is None or peak == self._peak_before else peak
 
@@ -272,9 +276,12 @@ class Device:
         return f"{device.platform}:{device.id}"
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
-        """Runs once, waits for it, and returns its result with its time (compiling left out) and
-        the peak; where it is not waited for, the peak is that of the last one that was."""
-        if not wait:  # it costs no more than the step
+        """Runs once, and returns the result with the time (without compiling) and the peak.
+
+        If ``wait`` is false, the time is 0, and the peak is that of the last run that was waited
+        for.
+        """
+        if not wait:  # nothing is measured: it costs no more than the step
             self._is_measuring = False
             try:
                 return run(), Usage(0.0, self._told_peak_bytes)
@@ -297,13 +304,14 @@ class Device:
         return result, Usage(step_ns / 1e9, self._told_peak_bytes)
 
     def peak_bytes(self) -> int:
-        """Returns what the steps since :meth:`measure` began need, also when they failed, but no
-        more than there is."""
+        """Returns the bytes that the steps since :meth:`measure` began need, also if they failed,
+        but no more than there are."""
         limit = device_statistic("bytes_limit")
         return self._expected_peak_bytes if limit is None else min(limit, self._expected_peak_bytes)
 
     def in_use_bytes(self) -> int:
-        """Returns bytes of all arrays on the device, or what its allocator says."""
+        """Returns the allocator's bytes in use; without statistics, those of all arrays on the
+        device."""
         counted = device_statistic("bytes_in_use")
         if counted is not None:
             return counted
@@ -311,8 +319,8 @@ class Device:
         return max(held_bytes(arrays, device) for device in counted_devices())
 
     def total_bytes(self) -> int:
-        """Returns all the memory this process may use on the device; of the host's an equal part,
-        where several devices share it."""
+        """Returns all the bytes this process may use on the device. Several devices on one host
+        share its memory equally."""
         limit, sharers = device_statistic("bytes_limit"), len(counted_devices())
         if limit is not None:
             return limit
@@ -324,8 +332,8 @@ class Device:
 
 
 def _as_before(state: Any, logs: Any, new_state: Any) -> tuple[Any, Any]:
-    """Returns logs, and a new state in the containers of the old one: a step is compiled for those
-    that Keras makes."""
+    """Returns logs, and the new state in the containers of the old one: a step is compiled for the
+    containers that Keras makes."""
     return logs, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(new_state))
 
 

@@ -1,4 +1,4 @@
-"""What JAX can measure on this machine, for ``keras-remat doctor``."""
+"""Reports what JAX can measure on this machine, for ``keras-remat doctor``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A jaxpr as one flat list of equations over numbered values.
+"""Flattens a jaxpr into one list of equations over numbered values.
 
 Keras's train step comes as a few hundred calls (``jit``, ``custom_jvp_call``, ``remat`` …) of small
 jaxprs. A planner must see through them, so calls are inlined; control flow (``while``, ``scan``,
-``cond``) is one equation each and carried whole. A ``remat`` the user wrote is inlined too, and
-what it names or holds back is read directly: what is recomputed is the planner's decision now.
+``cond``) is one equation each and carried whole. A ``remat`` the user wrote is inlined, too, and
+values that it names or holds back are read directly: the planner decides now what is recomputed.
 
 Dead equations are dropped and equal ones merged. XLA would do both, and a graph with equations that
 will not exist plans for memory that will not be used.
@@ -38,7 +38,7 @@ class FlatProgram:
         n_inputs: how many numbers are inputs.
         constants: arrays the program closes over; number ``n_inputs + i`` is ``constants[i]``.
         outputs: value numbers or literals.
-        shards: by how much one of several devices has less of every number; empty for one device.
+        shards: number of devices that every value is divided over; empty for one device.
     """
 
     equations: tuple[Equation, ...]
@@ -55,7 +55,7 @@ class FlatProgram:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Returns bytes that a device holds of every number."""
+        """Returns the bytes that one device holds of every value."""
         shards = self.shards or (1,) * len(self.avals)
         return tuple(nbytes(a) // n for a, n in zip(self.avals, shards, strict=True))
 
@@ -76,14 +76,14 @@ def flatten(closed: Any, *, as_slices: bool = False) -> FlatProgram:
     Args:
         closed: a ``ClosedJaxpr``.
         as_slices: whether a ``split``, such as the gradient of a concatenation, is written as the
-            slices that XLA makes of it, each with a fate of its own.
+            slices that XLA makes of it. Each slice is then planned on its own.
     """
     avals: list[Any] = [v.aval for v in closed.jaxpr.invars]
     n_inputs = len(avals)
     constant_numbers: dict[int, int] = {}
     constants: dict[int, Any] = {}
     equations: list[Equation] = []
-    computed: dict[Any, tuple[int, ...]] = {}  # what an equation computes → its numbers
+    computed: dict[Any, tuple[int, ...]] = {}  # identity of an equation → numbers of its outputs
 
     def number(aval: Any) -> int:
         avals.append(aval)
@@ -129,8 +129,8 @@ def flatten(closed: Any, *, as_slices: bool = False) -> FlatProgram:
 
 
 def _kind(eqn: Any) -> str:
-    """Returns name of an equation's primitive; the gradient of a convolution's kernel, which takes
-    channels for samples, has a name of its own."""
+    """Returns the name of an equation's primitive. The gradient of a convolution's kernel, which
+    takes channels for samples, has a name of its own."""
     name = str(eqn.primitive.name)
     return (
         KERNEL_GRADIENT
@@ -140,8 +140,8 @@ def _kind(eqn: Any) -> str:
 
 
 def _identity(eqn: Any, inputs: Sequence[Any]) -> Any:
-    """Returns a key equal for equations that compute the same; one of its own for an equation with
-    an effect, or with a parameter that cannot be hashed."""
+    """Returns a key that is equal for equations that compute the same. An equation with an effect,
+    or with a parameter that cannot be hashed, gets a key of its own."""
     try:
         parameters = frozenset(eqn.params.items())
     except TypeError:
@@ -151,8 +151,8 @@ def _identity(eqn: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _literal_identity(literal: Any) -> Any:
-    """Returns a key equal for literals with the same bits: what is printed of them is rounded, and
-    0.0 is equal to -0.0."""
+    """Returns a key that is equal for literals with the same bits. Printed, they would be rounded,
+    and 0.0 is equal to -0.0."""
     aval = literal.aval
     return "literal", str(aval), np.asarray(literal.val, aval.dtype).tobytes()
 

@@ -1,17 +1,17 @@
-"""Compile steps for cards that are not there, as far as their buffers.
+"""Compiles steps for cards that are not there, until their buffers are assigned.
 
-``python -m keras_remat.backends.jax.hlo FOLDER`` is the process in which that happens;
+``python -m keras_remat.backends.jax.hlo FOLDER`` is the process that does it;
 :mod:`keras_remat.backends.xla.card_compiler` asks it. It reads pickled pairs of a target and a
 module from its standard input, and answers each with a pickled
-:class:`~keras_remat.backends.xla.card_compiler.CardStep`, or with the exception. The end of its
-input ends it, and the folder goes with it.
+:class:`~keras_remat.backends.xla.card_compiler.CardStep`, or with the exception. It ends when its
+input ends, and removes the folder.
 
 XLA has no option that ends a compilation when buffers are assigned. So every module is compiled in
-a fork of this process, which has loaded JAX and begun nothing: what XLA writes down on its way is
-read before it writes the first kernel, and the fork ends there.
+a fork of this process, which has loaded JAX and begun nothing. The fork reads the files that XLA
+writes on its way before XLA writes the first kernel, and ends there.
 
-A module is bytecode of StableHLO, or the HLO that TensorFlow gives for its CPU. Nothing of a device
-is in either before it is compiled.
+A module is StableHLO bytecode, or the HLO that TensorFlow gives for its CPU. Neither contains
+anything of a device before it is compiled.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from keras_remat.errors import RematError, UnsupportedModelError
 
 _POLL_S = 0.02
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:page \d+, )?(.*)$", re.MULTILINE)
-#: How the names of the files end: the module, its buffers, and what is written anew after both and
-#: before the first kernel (JAX 0.10.2 and 0.11.2; where it is not, a step is compiled to its end).
+#: Endings of file names: the module, its buffers, and a file that XLA writes anew after both and
+#: before the first kernel (JAX 0.10.2 and 0.11.2; where it does not, a step is compiled to its
+#: end).
 _OPTIMIZED, _NEXT = "gpu_after_optimizations.txt", "debug_options"
 _ASSIGNED = "gpu_after_optimizations-buffer-assignment.txt"
-#: What XLA says where Triton's tiles do not fit a product and what is fused with it. No others are
-#: tried for a card that is not there: products of such a step are left to cuBLAS.
+#: XLA's error if Triton's tiles do not fit a product and the ops fused with it. XLA tries no other
+#: tiles for a card that is not there, so the products of such a step are left to cuBLAS.
 _NO_TILES, _WITHOUT_TRITON = "output tile sizes", {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -52,9 +53,9 @@ def compiled_to_the_end(module: bytes, target: Target, written: Path | None = No
     analysis.
 
     Args:
-        module: see above.
+        module: StableHLO bytecode, or a serialized ``HloModuleProto``.
         target: the card.
-        written: a folder for what XLA writes down on its way.
+        written: folder for the files that XLA writes on its way.
 
     Raises:
         MissingPackageError: the compiler is not installed.
@@ -81,13 +82,13 @@ def _compiled(module: bytes, card: Any, options: dict[str, Any]) -> Any:
 
 
 def step_in(written: Path) -> CardStep:
-    """Returns what XLA wrote down of a step whose buffers are assigned.
+    """Reads a step's memory and module from the files XLA wrote once its buffers were assigned.
 
     Args:
         written: the folder.
 
     Raises:
-        UnsupportedModelError: it wrote something else than is known.
+        UnsupportedModelError: XLA wrote other files than are known.
     """
     sizes: Counter[str] = Counter()
     for nbytes, of in _ALLOCATION.findall(_read(written, _ASSIGNED)):
@@ -116,7 +117,7 @@ def _read(written: Path, name: str) -> str:
 
 
 def _is_written(written: Path) -> bool:
-    """Returns whether XLA has written what is read of a step, to its end."""
+    """Returns whether XLA has finished the files that :func:`step_in` reads."""
     read = [*written.glob(f"*{_OPTIMIZED}"), *written.glob(f"*{_ASSIGNED}")]
     newest_ns = max((path.stat().st_mtime_ns for path in read), default=0)
     return len(read) > 1 and any(
@@ -125,7 +126,7 @@ def _is_written(written: Path) -> bool:
 
 
 def _answer(module: bytes, target: Target, written: Path) -> Any:
-    """Returns what a step takes, or why that is not known, as soon as it is."""
+    """Returns a step's memory and module, or the error, as soon as it is known."""
     ended: list[Any] = []
 
     def compile_step() -> None:
@@ -149,7 +150,7 @@ def _answer(module: bytes, target: Target, written: Path) -> Any:
 
 
 def _in_a_fork(module: bytes, target: Target) -> Any:
-    """Returns the same of a fork of this process, which ends with it."""
+    """Returns the answer of a fork of this process; the fork ends with it."""
     told, tell = os.pipe()
     with TemporaryDirectory(prefix="keras_remat_") as written:
         fork = os.fork()

@@ -1,5 +1,5 @@
-"""What JAX calls the operations that the model of XLA's fusion
-(:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic."""
+"""Names JAX's operations for the model of XLA's fusion (:mod:`keras_remat.backends.xla.fusion`);
+tables, no logic."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -47,8 +47,8 @@ POOLING_GRADIENT = "select_and_scatter_add"
 and a scatter, which on a CPU all exist."""
 
 POOLING_PIECES = 8
-"""In how many pieces of the batch it is lowered there at most; its samples have nothing to do with
-each other, so the numbers stay the same to the bit."""
+"""Most pieces of the batch in which the gradient of max pooling is lowered on a CPU. Its samples
+have nothing to do with each other, so the numbers stay the same to the bit."""
 
 
 GPU_KINDS = on_gpu(
@@ -63,7 +63,7 @@ GPU_KINDS = on_gpu(
 
 
 def kinds_of(target: Target) -> Kinds:
-    """Returns the names with what XLA does to them on a target."""
+    """Returns the names, grouped by what XLA does to them on a target."""
     if not target.on_gpu:
         return KINDS
     if target.before_ampere:  # cuBLAS returns a tuple, too
@@ -72,14 +72,15 @@ def kinds_of(target: Target) -> Kinds:
 
 
 def copied_operands(equation: Equation, target: Target) -> tuple[int, ...]:
-    """Returns which operands of a product cuBLAS reads a transposed copy of: where it sums over the
-    second of several dimensions that number samples, as of several heads, XLA brings the first
-    operand's dimensions into the order samples, own, summed, and the second one's into samples,
-    summed, own.
+    """Returns the positions of a product's operands that cuBLAS reads as a transposed copy.
+
+    If several dimensions number samples, as with several heads, XLA brings the first operand's
+    dimensions into the order samples, own, summed, and the second one's into samples, summed, own.
+    An operand in another order is copied.
 
     Args:
-        equation: any.
-        target: where it will run.
+        equation: any equation.
+        target: the device it will run on.
     """
     if equation.kind != PRODUCT or PRODUCT not in kinds_of(target).in_tuples:
         return ()
@@ -97,24 +98,24 @@ def copied_operands(equation: Equation, target: Target) -> tuple[int, ...]:
 
 
 def is_emulated(dtype: Any, target: Target) -> bool:
-    """Returns whether a GPU has no units for a type: convolutions and products of it are computed
-    in 32 bits, on copies."""
+    """Returns whether a GPU has no units for a type. It then computes convolutions and products of
+    that type in 32 bits, on copies."""
     return target.before_ampere and str(dtype) == "bfloat16"
 
 
 def is_channels_first(dtype: Any, target: Target) -> bool:
-    """Returns whether XLA:GPU lays images of a type channels first: where a card computes
-    convolutions of it in no tensor units."""
+    """Returns whether XLA:GPU lays images of a type channels first. It does if the card's tensor
+    units do not compute convolutions of the type."""
     return target.before_ampere and str(dtype) != "float16"
 
 
 def holds_images_first(program: Any, target: Target) -> bool:
-    """Returns whether images that are held lie channels first, as convolutions read them there:
-    where no product reads or makes any.
+    """Returns whether images that are held lie channels first, as convolutions read them.
 
-    A product's rows have channels last, and XLA lays all that is between products and convolutions
-    in one way: held channels first, a plan of ConvNeXtTiny for a T4 turned each image around each
-    product, and moved more than twice the bytes.
+    They do if no product reads or makes an image. A product's rows have channels last, and XLA lays
+    all values between products and convolutions in one way. With images held channels first, a plan
+    of ConvNeXtTiny for a T4 transposed each image around each product, and moved more than twice
+    the bytes.
     """
 
     def is_image(number: int) -> bool:
@@ -135,8 +136,8 @@ def kernel_shapes(program: Any) -> frozenset[tuple[int, ...]]:
 
 
 def is_of_transposed(params: Mapping[str, Any]) -> bool:
-    """Returns whether the gradient of a kernel is that of a transposed convolution's, whose image
-    is dilated and whose gradient is not; one of groups is not told apart."""
+    """Returns whether a kernel's gradient is that of a transposed convolution: its image is dilated
+    and its gradient is not. A transposed convolution with groups is not recognized."""
     groups = max(params["feature_group_count"], params["batch_group_count"])
     strides = max([*params["window_strides"], *params["rhs_dilation"]], default=1)
     return max(params["lhs_dilation"], default=1) > 1 and groups == strides == 1
@@ -145,11 +146,13 @@ def is_of_transposed(params: Mapping[str, Any]) -> bool:
 def turned(
     params: Mapping[str, Any], image: Sequence[int], gradient: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the parameters with which the gradient slides over the dilated image, in place of the
-    image over the gradient; the result is turned round.
+    """Returns the parameters of a kernel's gradient with image and gradient exchanged.
+
+    The gradient then slides over the dilated image, instead of the image over the gradient, and the
+    result is reversed.
 
     Args:
-        params: of an equation that :func:`is_of_transposed`.
+        params: parameters of an equation for which :func:`is_of_transposed` is true.
         image: shape of its first input.
         gradient: shape of its second one.
     """
@@ -179,8 +182,8 @@ def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:
     alike, and computes in the card's own types.
 
     Args:
-        params: of the equation.
-        dtype: the image's.
+        params: parameters of the equation.
+        dtype: the image's dtype.
         target: the GPU.
     """
     uneven = any(before != after for before, after in params["padding"])
@@ -190,8 +193,9 @@ def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:
 def padded_operand(
     equation: Equation, avals: Sequence[Any]
 ) -> tuple[int, Mapping[str, Any]] | None:
-    """Returns which operand a convolution on a GPU reads a copy of because it is padded at one side
-    more, and with what parameters; the input gradient of a strided convolution reads none."""
+    """Returns the operand that a convolution on a GPU reads as a copy because it is padded at one
+    side more, and the parameters of its padding; ``None`` if there is none. The input gradient of a
+    strided convolution reads no copy."""
     if equation.kind not in (CONVOLUTION, KERNEL_GRADIENT):
         return None
     at, params = 0, equation.source.params
@@ -204,11 +208,11 @@ def padded_operand(
 
 
 def read_padded(program: Any, target: Target) -> frozenset[int]:
-    """Returns numbers of the values that convolutions read as padded copies alone, but for
-    reductions, which compute them along.
+    """Returns the numbers of values that convolutions read only as padded copies.
 
-    XLA:GPU writes such a copy of what the value is made of. Of the gradient of a ReLU the mask is
-    in memory, a byte for an element, and the gradient before it.
+    Reductions may read such values, too, because they compute them along. XLA:GPU writes a padded
+    copy of what the value is made of. For the gradient of a ReLU, the mask is in memory, a byte for
+    an element, and the gradient that it is made of.
     """
     if not target.on_gpu:
         return frozenset()
@@ -223,13 +227,13 @@ def read_padded(program: Any, target: Target) -> frozenset[int]:
 
 
 def in_softmaxes(program: Any, target: Target) -> frozenset[int]:
-    """Returns numbers of the values inside of large softmaxes that exist nowhere: a row's maximum,
-    the exponentials, and a row's sum.
+    """Returns the numbers of values inside large softmaxes that exist nowhere.
 
-    From Ampere on XLA:GPU computes a whole softmax in one kernel, and its gradient in another, both
-    from the scores. Where a plan keeps a row's maximum or sum, three kernels are in place of the
-    one. Plans of a ViT at the bytes of XLA's own pass took 1.17 to 1.18 of plain's time so, and
-    take 1.11 to 1.12 (``benchmarks/cards.py --peers``). Rows of 16 bits are added up in 32.
+    These are a row's maximum, the exponentials, and a row's sum. From Ampere on XLA:GPU computes a
+    whole softmax in one kernel, and its gradient in another, both from the scores. If a plan keeps
+    a row's maximum or sum, three kernels take the place of the one. Plans of a ViT at the bytes of
+    XLA's own pass took 1.17 to 1.18 of plain's time that way, and take 1.11 to 1.12 without
+    (``benchmarks/cards.py --peers``). Rows of 16 bits are added up in 32.
     """
     if not target.on_gpu or target.before_ampere:
         return frozenset()
@@ -255,7 +259,7 @@ def in_softmaxes(program: Any, target: Target) -> frozenset[int]:
 
 
 def _is_of_rows(reduction: Equation, program: Any) -> bool:
-    """Returns whether a reduction of something large is of its last dimension."""
+    """Returns whether a reduction of a large value is over its last dimension."""
     (reduced,) = reduction.inputs
     if not isinstance(reduced, int) or program.sizes[reduced] < HELD_BYTES:
         return False
@@ -263,8 +267,8 @@ def _is_of_rows(reduction: Equation, program: Any) -> bool:
 
 
 def pooling_pieces(eqn: Any) -> int:
-    """Returns in how many pieces of the batch an equation is lowered on a CPU: one, but for a
-    :data:`POOLING_GRADIENT`."""
+    """Returns the number of pieces of the batch in which an equation is lowered on a CPU; it is 1
+    except for a :data:`POOLING_GRADIENT`."""
     if eqn.primitive.name != POOLING_GRADIENT:
         return 1
     whole = (eqn.params["window_dimensions"][0], eqn.params["window_strides"][0]) == (1, 1)

@@ -1,5 +1,5 @@
-"""A schedule as one compiled step: :mod:`keras_remat.backends.xla.protect` on JAX, and Keras's own
-step beside it."""
+"""Compiles a schedule as one step, by :mod:`keras_remat.backends.xla.protect`; also Keras's own
+step."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def lower_within(
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
         schedule: a legal order for ``traced.graph``.
-        room_bytes: what it may add to the resident bytes; ``None`` for no limit.
-        known: the same, compiled for another limit.
+        room_bytes: bytes it may add to the resident ones; ``None`` for no limit.
+        known: the schedule as compiled for another limit.
     """
 
     def write(writing: Writing) -> Written:
@@ -76,7 +76,7 @@ def lower_within(
 
 
 def written(step: Any, writing: Writing | None = None) -> Written:
-    """Returns a ``jax.stages.Compiled`` with what it takes."""
+    """Returns a ``jax.stages.Compiled`` with the bytes it takes."""
     return Written(step, memory(step).added_bytes, writing)
 
 
@@ -108,13 +108,13 @@ def lower(traced: JaxTracedStep, schedule: Schedule, writing: Writing = Writing.
 
 
 def lower_plain(traced: JaxTracedStep) -> Any:
-    """Compiles what was traced without a schedule (the model's own train step, as Keras would): the
-    baseline."""
+    """Compiles the traced step without a schedule, as Keras would: the baseline."""
     return written_plain(traced)()
 
 
 def written_plain(traced: JaxTracedStep) -> Callable[[], Any]:
-    """Writes the same down; what is returned compiles it, in any thread."""
+    """Writes the traced step down without a schedule. Returns a function that compiles it, in any
+    thread."""
     return _written(traced.train_step, traced.state_specs, traced.batch_specs, traced.target)
 
 
@@ -124,8 +124,8 @@ def compile_step(
     batch_specs: Any,
     target: Target | None = None,
 ) -> Any:
-    """Compiles ``(state, batch) → (logs, state)`` with the state donated, as Keras does; for the
-    device on which it will run, or a card that is not there."""
+    """Compiles ``(state, batch) → (logs, state)`` with the state donated, as Keras does. It is
+    compiled for the device on which it will run, or for a card that is not there."""
     return _written(step, state_specs, batch_specs, target)()
 
 
@@ -135,14 +135,15 @@ def _written(
     batch_specs: Any,
     target: Target | None,
 ) -> Callable[[], Any]:
-    """Writes a step down, which is JAX's own time; what is returned is the compiler's."""
+    """Writes a step down, which takes JAX's time. Returns a function that compiles it, which takes
+    the compiler's."""
     if target is not None and not target.is_live:
         compiler, card = absent_device.compiler(), target
         compiler.begin()
         module = private.bytecode(absent_device.lowered(step, state_specs, batch_specs))
         return lambda: compiler.compiled(module, card)
     out = None
-    if mesh_of(state_specs) is not None:  # the new state lies as the old one, as Keras asks for
+    if mesh_of(state_specs) is not None:  # the new state lies like the old one, as in Keras
         out = (None, jax.tree.map(lambda x: x.sharding, state_specs))
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state_specs, batch_specs)
 

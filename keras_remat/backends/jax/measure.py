@@ -1,15 +1,15 @@
-"""Bytes of a compiled step, known before it runs.
+"""Reads the bytes of a compiled step before it runs.
 
 ``memory_analysis()`` tells what XLA's buffer assignment will allocate, exactly. The peak is
 arguments (state and batch) + outputs − outputs that live in donated arguments + temporary buffers.
 On a GPU ``memory_stats()`` adds what the allocator saw, other users of the device included.
 
-XLA:GPU chooses its kernels by running them, and what it chooses decides about scratch memory: on an
-H200 (``benchmarks/results/gpu.md``) a step of 649 MiB takes 1,358 with the kernels that were
-fastest, and choosing cost no time that could be told from the compiler's own (3.1 s with, 3.5 s
-without). So on a live GPU a step is compiled as it will run, also where only its bytes are asked
-for, and that compilation is the one that runs. For a card that is not there
-:func:`keras_remat.backends.jax.absent_device.compiler_options` are given.
+XLA:GPU chooses its kernels by running them, and the choice decides about scratch memory. On an H200
+(``benchmarks/results/gpu.md``) a step of 649 MiB takes 1,358 with the kernels that were fastest,
+and choosing them cost no time that could be told from the compiler's own (3.1 s with, 3.5 s
+without). So on a live GPU a step is compiled as it will run, even if only its bytes are asked for,
+and that compilation is the one that runs. A card that is not there gets
+:func:`keras_remat.backends.jax.absent_device.compiler_options`.
 
 Known limit: on a CPU, scratch memory that a library behind one operation allocates for itself
 (convolutions) is not in the analysis.
@@ -32,13 +32,13 @@ from keras_remat.units import format_bytes
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Says what XLA's buffer assignment allocates for one call of a compiled step, in bytes.
+    """Holds the bytes that XLA's buffer assignment allocates for one call of a compiled step.
 
     Args:
-        argument_bytes: state and batch.
-        output_bytes: logs and new state.
-        alias_bytes: those of ``output_bytes`` that are in donated arguments.
-        temp_bytes: alive only during the call.
+        argument_bytes: bytes of state and batch.
+        output_bytes: bytes of logs and new state.
+        alias_bytes: bytes of the outputs that are in donated arguments.
+        temp_bytes: bytes alive only during the call.
     """
 
     argument_bytes: int
@@ -53,7 +53,7 @@ class StepMemory:
 
     @property
     def added_bytes(self) -> int:
-        """Returns what the call needs beside its arguments."""
+        """Returns the bytes that the call needs beside its arguments."""
         return self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
@@ -65,7 +65,7 @@ OUT_OF_MEMORY = (
     "hipErrorOutOfMemory",
     "No algorithm worked!",
 )
-"""What the texts of out of memory contain, allocated by JAX or by a library behind it."""
+"""Texts in out-of-memory errors, of JAX or of a library behind it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -77,7 +77,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def refused(error: Exception, compiler: str = "XLA") -> str:
-    """Returns that a compiler does not compile a step, and the first line of why."""
+    """Returns the message that a compiler does not compile a step, with the first line of the
+    reason."""
     told = str(error).strip().splitlines() or [type(error).__name__]
     return f"{compiler} does not compile the step: {told[0][:200]}"
 
@@ -118,10 +119,10 @@ def check_device(target: Target) -> str | None:
 
 
 def memory(compiled: Any) -> StepMemory:
-    """Returns what a ``jax.stages.Compiled`` allocates.
+    """Returns the bytes that a ``jax.stages.Compiled`` allocates.
 
     Raises:
-        RuntimeError: this platform's compiler does not tell.
+        RuntimeError: this platform's compiler has no memory analysis.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -130,7 +131,7 @@ def memory(compiled: Any) -> StepMemory:
 
 
 def memory_of(stats: Any) -> StepMemory:
-    """Returns what a compiler's memory analysis says, in this package's terms."""
+    """Returns a compiler's memory analysis in this package's terms."""
     return StepMemory(
         int(stats.argument_size_in_bytes),
         int(stats.output_size_in_bytes),
@@ -145,8 +146,9 @@ def copy_state(state: Any) -> Any:
 
 
 def counted_devices() -> list[Any]:
-    """Returns the devices of this process that train: those of an active ``keras.distribution``;
-    else the default one that was chosen, itself or by its platform, or the first."""
+    """Returns the devices of this process that train. They are those of an active
+    ``keras.distribution``. Without one, it is the configured default device, given itself or by its
+    platform, or the first device."""
     active = keras.distribution.distribution()
     if active is not None:
         return list(active.device_mesh.backend_mesh.local_devices)
@@ -162,8 +164,8 @@ def first_device() -> Any:
 
 
 def check_placed(state: Any) -> None:
-    """Raises :class:`UnsupportedModelError` where arrays are bound to another device than the one
-    that counts: a step is compiled for that one."""
+    """Raises :class:`UnsupportedModelError` if arrays are bound to another device than the one that
+    counts, for which steps are compiled."""
     device = first_device()
     for leaf in jax.tree.leaves(state):
         if leaf.committed and leaf.sharding.device_set != {device}:
@@ -175,8 +177,8 @@ def check_placed(state: Any) -> None:
 
 def device_statistic(name: str) -> int | None:
     """Returns one of the allocator's statistics (``"bytes_in_use"``, ``"peak_bytes_in_use"``,
-    ``"bytes_limit"``): of the devices that train the most, and of limits the least; ``None`` where
-    an allocator keeps none (CPU)."""
+    ``"bytes_limit"``). Over the devices that train it is the most, of limits the least. Returns
+    ``None`` if an allocator keeps none (CPU)."""
     statistics = [device.memory_stats() or {} for device in counted_devices()]
     if any(name not in one for one in statistics):
         return None

@@ -40,7 +40,7 @@ except ImportError:  # JAX 0.10.0 has it elsewhere
 
 Literal = core.Literal
 State = tuple[list[Any], ...]
-#: What Keras calls its parts.
+#: Keras's names of the groups of a state.
 _GROUPS = (
     "trainable_variables",
     "non_trainable_variables",
@@ -54,15 +54,15 @@ CALLS = names("""
 """)
 """Primitives that only call a jaxpr."""
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""The parameters that hold it."""
+"""Parameters that hold the jaxpr of :data:`CALLS`."""
 
 
 _BYTECODE = b"ML\xefR"
-"""What the bytecode of a module begins with."""
+"""First bytes of a module's bytecode."""
 
 HIGH_CALL = "call_hi_primitive"
-"""Calls what has its own rules for differentiation, such as ``jax.checkpoint`` with
-``jax_remat3``."""
+"""Primitive that calls an operation with its own rules for differentiation, such as
+``jax.checkpoint`` with ``jax_remat3``."""
 
 
 def called_jaxpr(eqn: Any, *, as_slices: bool = False) -> tuple[Any, Sequence[Any]] | None:
@@ -89,8 +89,8 @@ def called_jaxpr(eqn: Any, *, as_slices: bool = False) -> tuple[Any, Sequence[An
 
 
 def is_identity(eqn: Any, scope: str) -> bool:
-    """Returns whether an equation's outputs are its inputs, and all that it says is what a
-    ``jax.checkpoint`` is to keep, or to compute late: the planner decides that.
+    """Returns whether an equation only passes its inputs on, to tell a ``jax.checkpoint`` what to
+    keep or to compute late. The planner decides that.
 
     Args:
         eqn: of a jaxpr.
@@ -101,7 +101,7 @@ def is_identity(eqn: Any, scope: str) -> bool:
 
 
 def is_backward(scope: str) -> bool:
-    """Returns whether what was traced under a scope was traced by differentiation."""
+    """Returns whether an equation of a scope was traced by differentiation."""
     return "transpose(" in scope
 
 
@@ -116,7 +116,7 @@ def _expanded(called: Any) -> Any:
 
 
 def _slices(eqn: Any) -> Any:
-    """Returns what a ``split`` computes, in slices, as a closed jaxpr."""
+    """Returns the slices that a ``split`` computes, as a closed jaxpr."""
     axis, ends = eqn.params["axis"], [*accumulate(eqn.params["sizes"])]
 
     def run(x: Any) -> list[Any]:
@@ -164,7 +164,7 @@ def select_and_scatter_add(params: dict[str, Any], image: Any, source: Any, star
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Returns how many inputs of a ``scan`` are the same in every round, and how many it carries
-    from round to round. JAX 0.11.2 tells them by the structure of its inputs."""
+    from round to round. In JAX 0.11.2 the structure of its inputs shows them."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
@@ -172,15 +172,15 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def stacked_shapes(eqn: Any) -> list[Any]:
-    """Returns shapes and dtypes of the arrays that a ``scan`` writes one element a round into; none
-    where it is not written down as one loop."""
+    """Returns shapes and dtypes of the arrays that a ``scan`` writes one element a round into;
+    empty if it is not written down as one loop."""
     _, carried = scan_counts(eqn.params)
     return [v.aval for v in eqn.outvars[carried:]] if eqn.params["unroll"] == 1 else []
 
 
 def scan_into(eqn: Any, inputs: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
-    """Runs a ``scan`` as a loop that writes into ``stacks``, every element of which it overwrites,
-    and returns its outputs."""
+    """Runs a ``scan`` as a loop that overwrites every element of ``stacks``, and returns its
+    outputs."""
     params, length = eqn.params, eqn.params["length"]
     first, carried = scan_counts(params)
     constants, rest = list(inputs[:first]), list(inputs[first:])
@@ -265,8 +265,8 @@ def state_variables(model: Any) -> State:
 
 
 def state_specs(model: Any, state: State | None = None) -> State:
-    """Returns shapes and dtypes of the trainer's state, and under a distribution its shardings;
-    works while ``fit`` has taken the values off the variables, if it is given them."""
+    """Returns shapes and dtypes of the trainer's state, and under a distribution its shardings.
+    While ``fit`` has taken the values off the variables, this works if it is given ``state``."""
     if keras.distribution.distribution() is not None:
         specs: State = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -285,8 +285,8 @@ def state_values(model: Any) -> State:
 
 
 def arrays_held_elsewhere(model: Any) -> dict[int, jax.Array]:
-    """Returns the arrays of the trainer's state that something else than their variable holds, or
-    has the memory of, by position in the flattened state."""
+    """Returns position in the flattened state → array, for the arrays that something else than
+    their variable holds or shares the memory of."""
     owner = SimpleNamespace(_value=object())
     alone = sys.getrefcount(owner._value)  # by an attribute, and by what counts
     variables = [variable for group in state_variables(model) for variable in group]
@@ -298,7 +298,7 @@ def arrays_held_elsewhere(model: Any) -> dict[int, jax.Array]:
 
 
 def _address(array: jax.Array) -> Any:
-    """Returns where an array's numbers are; where they are on several devices, something of its
+    """Returns where an array's numbers are. An array on several devices gets an object of its
     own."""
     if array.is_deleted() or len(array.sharding.device_set) > 1:
         return object()
@@ -318,24 +318,26 @@ def has_cudnn_lstm() -> bool:
 
 
 def is_ref(constant: Any) -> bool:
-    """Returns whether what a step closes over is a mutable array."""
+    """Returns whether a constant of a step is a mutable array."""
     return isinstance(constant, jax.Ref)
 
 
-#: What a compiled step raises where JAX looks for NaNs (``jax_debug_nans``) and finds one.
+#: Raised by a compiled step if JAX looks for NaNs (``jax_debug_nans``) and finds one.
 InvalidValueError = api_util.InternalFloatingPointError
 
 
 def raise_where_invalid(
     error: Exception, step: Callable[[Any, Any], Any], state: State, batch: Any
 ) -> NoReturn:
-    """Runs a step op by op, as JAX runs its own functions in which it has found a NaN: mostly its
-    error then names the op, and Keras's the layer.
+    """Runs a step op by op, to find the op that makes a NaN.
+
+    JAX runs its own functions so when it has found a NaN in them. Mostly its error then names the
+    op, and Keras's the layer.
 
     Args:
         error: an :data:`InvalidValueError` of the same step, compiled.
         step: ``(state, batch) → (logs, state)``.
-        state, batch: what it was called with.
+        state, batch: arguments of the call that failed.
 
     Raises:
         FloatingPointError: in any case.
@@ -364,8 +366,8 @@ def purge_state(model: Any) -> None:
 
 
 def publish_state(model: Any, state: State) -> None:
-    """Tells ``fit`` which state is the current one when its step raises: it writes that one back to
-    the variables, and no older one."""
+    """Tells ``fit`` which state is current when its step raises, so that it writes no older one
+    back to the variables."""
     model._jax_state = dict(zip(_GROUPS, state, strict=True))
     model._jax_state_synced = False
 
@@ -404,7 +406,7 @@ def array_of(literal: Any) -> jax.Array:
 
 
 def with_shapes(eqn: Any, params: dict[str, Any], given: Sequence[Any], made: Sequence[Any]) -> Any:
-    """Returns an equation with other parameters, that reads and makes other shapes."""
+    """Returns an equation with other parameters, which reads and makes other shapes."""
     invars = [
         atom if isinstance(atom, Literal) else core.Var(aval)
         for atom, aval in zip(eqn.invars, given, strict=True)
@@ -413,14 +415,14 @@ def with_shapes(eqn: Any, params: dict[str, Any], given: Sequence[Any], made: Se
 
 
 def _only_equation(function: Any, *avals: Any) -> Any:
-    """Returns the one equation that a function is."""
+    """Returns the only equation that a function is traced to."""
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     (eqn,) = jax.make_jaxpr(function)(*specs).eqns
     return eqn
 
 
 def traced_body(function: Any, avals: Sequence[Any]) -> Any:
-    """Returns a loop's body, as a function computes it."""
+    """Traces a function as the body of a loop."""
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     return jax.make_jaxpr(function)(*specs)
 
@@ -431,12 +433,13 @@ def cut_equation(aval: Any, start: Sequence[int], stop: Sequence[int]) -> Any:
 
 
 def nothing_equation(aval: Any) -> Any:
-    """Returns an equation that makes next to nothing, in the place of a value that is to come."""
+    """Returns an equation that makes one element, in the place of a value that is to come."""
     return _only_equation(jax.jit(lambda: lax.full((1,), 0, aval.dtype)))
 
 
 def pad_equation(piece: Any, aval: Any) -> Any:
-    """Returns the equation that makes a value of its first part; what follows is overwritten."""
+    """Returns the equation that pads a value's first part to the whole; the padding is
+    overwritten."""
     after = [whole - part for whole, part in zip(aval.shape, piece.shape, strict=True)]
 
     def padded(x: Any) -> Any:
@@ -457,13 +460,13 @@ def sum_equation(aval: Any) -> Any:
     return _only_equation(lax.add, aval, aval)
 
 
-#: The dtype of the keys whose bits are drawn one by one, each from its place.
+#: The dtype of keys whose bits are drawn one by one, each from its place.
 _COUNTED_KEY = "key<fry>"
 _WORD_BITS = 32
 
 
 def draws_by_place(eqn: Any) -> bool:
-    """Returns whether each of the bits that an equation draws is a function of its place alone."""
+    """Returns whether each random bit of an equation is a function of its place alone."""
     (key,) = eqn.invars
     is_counted = str(key.aval.dtype) == _COUNTED_KEY and bool(eqn.ctx.threefry_partitionable)
     return is_counted and eqn.params["bit_width"] <= _WORD_BITS
@@ -474,8 +477,8 @@ def bits_equation(key: Any, made: Any, drawn: int) -> Any:
 
     Args:
         key: the aval of the key.
-        made: what is drawn.
-        drawn: the place of the first, in what the key draws.
+        made: the aval of the drawn bits.
+        drawn: place of the first drawn bit among those of the key.
     """
 
     def draw(key: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Processes of ``jax.distributed``: they tell each other things by its key-value store.
+"""Lets processes of ``jax.distributed`` exchange values by its key-value store.
 
-The first process collects what the others send, and tells all of it to all. So they stay in step
-without a program on the devices, and one that does not answer is an error and no hang. One that
-fails leaves its reason under a key that every waiting process looks at. A process that waits inside
-of a program on the devices cannot look: a thread of its own does, and ends the process, as
-``jax.distributed`` does where a process is gone.
+The first process collects what the others send, and sends all of it to all. So the processes stay
+in step without a program on the devices, and a process that does not answer is an error and no
+hang. A process that fails leaves its reason under a key that every waiting process looks at. A
+process that waits inside of a program on the devices cannot look. A thread of its own does, and
+ends the process, as ``jax.distributed`` does if a process is gone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from keras_remat.errors import ProcessFailedError, RematError, UnsupportedModelE
 
 Result = TypeVar("Result")
 
-#: Seconds after which a process that did not come, or does not answer, is given up: it may read
-#: its data, or compile.
+#: Seconds to wait for a process that does not come, or does not answer: it may read its data, or
+#: compile.
 _MEETING_S, _PATIENCE_S = 300.0, 900.0
 #: Seconds between two looks at whether a process has failed.
 _LOOK_S = 1.0
@@ -42,8 +42,8 @@ class JaxProcesses(Processes):
     :class:`keras_remat.backends.processes.Processes`.
 
     Args:
-        client: of the key-value store.
-        rank: which one this is; the first has 0.
+        client: client of the key-value store.
+        rank: this process's number; the first has 0.
         count: how many there are.
         leave: ends this process.
     """
@@ -62,7 +62,7 @@ class JaxProcesses(Processes):
         self._fit, self._messages = "", 0
         self._sent: list[str] = []  # keys of what others may still have to read
         self._ended = threading.Event()
-        self._decides = False  # whether what this one makes holds for all anyway
+        self._decides = False  # whether this process is deciding for all
 
     def begin(self, setting: Mapping[str, str]) -> None:
         self._fit, self._messages = f"keras_remat/{next(_FITS)}", 0
@@ -112,7 +112,7 @@ class JaxProcesses(Processes):
         return decided
 
     def _outcome(self, make: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        """Returns what came of a decision: a result, or an error that can be sent."""
+        """Returns a decision's result, or its error in a form that can be sent."""
         self._decides = True
         try:
             return make(), None
@@ -139,7 +139,7 @@ class JaxProcesses(Processes):
     # ---------------------------------------------------------------- messages
 
     def _all(self, value: Result, patience_s: float = _PATIENCE_S) -> list[Result]:
-        """Returns the values of all, by rank: the first process collects them and tells them."""
+        """Returns the values of all, by rank: the first process collects and sends them."""
         self._messages += 1
         before, self._sent = self._sent, []
         if self._rank == 0:
@@ -190,7 +190,7 @@ class JaxProcesses(Processes):
         return None
 
     def _watch(self) -> None:
-        """Ends the process where another has failed and this one waits inside of a program."""
+        """Ends this process if another has failed and this one waits inside of a program."""
         while not self._ended.wait(_LOOK_S):
             failure = self._failure()
             if failure is not None:

@@ -1,9 +1,9 @@
-"""What each op of a traced JAX step costs.
+"""Estimates the costs of each op of a traced JAX step.
 
 Bytes of values are exact (from shapes). Times: nothing inside one XLA program can be timed from
-outside, so the *split* over ops is always estimated, by arithmetic and memory traffic, each cluster
-counted as the one kernel XLA makes of it: it pays for what it reads and writes, and nothing for the
-values inside it. Only the *sum* can be measured, and the estimates scaled to it
+outside, so the *split* over ops is always estimated, by arithmetic and memory traffic. Each cluster
+counts as the one kernel XLA makes of it. The kernel pays for what it reads and writes, and nothing
+for the values inside it. Only the *sum* can be measured, and the estimates scaled to it
 (:func:`keras_remat.backends.xla.kernel_costs.scaled`). ``Profile.source`` is ``"estimated"`` in
 both cases, because op times decide about a plan by their ratios.
 """
@@ -37,20 +37,21 @@ from keras_remat.core.target import Rates, Target
 from keras_remat.units import MIB
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
-"""Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how
-many (read in buffer assignments)."""
+"""Primitive → number of buffers of the result's size that it needs on XLA:CPU, which expands it
+into loops or pieces (read in buffer assignments)."""
 
 POOLING_BUFFERS, DENSE_GRADIENTS = 7, 2
-"""The same for :data:`~keras_remat.backends.jax.kinds.POOLING_GRADIENT`, in sizes of its result,
-and for the kernel's gradient of a grouped convolution, in sizes of an ungrouped kernel."""
+"""Numbers of such buffers for :data:`~keras_remat.backends.jax.kinds.POOLING_GRADIENT`, in sizes of
+its result, and for the kernel's gradient of a grouped convolution, in sizes of an ungrouped
+kernel."""
 
 
 EMULATED = 2
-"""Sizes of a 16-bit value that its copy in 32 bits takes."""
+"""Size of a 16-bit value's copy in 32 bits, in sizes of the value."""
 
 
 CUBLAS_BYTES = 4 * MIB
-"""Scratch memory that XLA:GPU gives every product of cuBLAS's."""
+"""Bytes of scratch memory that XLA:GPU gives every product of cuBLAS's."""
 
 
 def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) -> Profile:
@@ -82,8 +83,8 @@ def _seconds(traced: JaxTracedStep, op: Op, rates: Rates) -> float:
 
 
 def _flops(equation: Equation, avals: Sequence[Any], rates: Rates) -> float:
-    """Counts the arithmetic of one equation in flops of a 32-bit product, multiplications and
-    additions counted apart."""
+    """Counts the arithmetic of one equation in FLOPs of a 32-bit product. Multiplications and
+    additions count apart."""
     params = equation.source.params
     shape = [
         a.aval.shape if isinstance(a, private.Literal) else avals[a].shape for a in equation.inputs
@@ -115,7 +116,8 @@ def _flops(equation: Equation, avals: Sequence[Any], rates: Rates) -> float:
 
 
 def _body_flops(jaxpr: Any) -> float:
-    """Counts the arithmetic of a carried body, by what it writes."""
+    """Counts the FLOPs of a loop's or branch's body: those of products, else one per element
+    written."""
     total = 0.0
     for eqn in jaxpr.eqns:
         inner = private.inner_jaxprs(eqn.params)
@@ -131,8 +133,8 @@ def _body_flops(jaxpr: Any) -> float:
 
 
 def _workspace_bytes(traced: JaxTracedStep, op_id: int, target: Target) -> int:
-    """Returns the bytes alive only inside one op: what the body of a loop or of the larger branch
-    holds on its way, and the buffers of an expanded primitive."""
+    """Returns the most bytes alive only inside one op: in the body of a loop or of the larger
+    branch, or in the buffers of an expanded primitive."""
     equations = [traced.program.equations[at] for at in traced.handles[op_id]]
     sizes = traced.program.sizes
     if target.on_gpu:
@@ -144,7 +146,8 @@ def _workspace_bytes(traced: JaxTracedStep, op_id: int, target: Target) -> int:
 
 
 def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
-    """Returns what XLA:CPU expands one primitive into, beside its operands and result."""
+    """Returns the bytes of the buffers that XLA:CPU expands a primitive into, beside its operands
+    and result."""
     result = sum(sizes[number] for number in equation.outputs[:1])
     if equation.kind == POOLING_GRADIENT:
         return POOLING_BUFFERS * result // pooling_pieces(equation.source)
@@ -156,9 +159,9 @@ def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
 
 
 def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
-    """Returns what XLA:GPU needs for one primitive, beside its operands and result: copies of
-    kernels in cuDNN's layout, indices of pooled elements, images that are padded or converted in
-    memory."""
+    """Returns the bytes that XLA:GPU needs for a primitive, beside its operands and result. They
+    hold copies of kernels in cuDNN's layout, indices of pooled elements, or images that are padded
+    or converted in memory."""
     program, reads = traced.program, equation.reads
     if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
         params, image = equation.source.params, program.avals[reads[0]]
@@ -187,7 +190,7 @@ def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
 
 
 def _padded_bytes(params: Mapping[str, Any], image: Any) -> int:
-    """Returns bytes of the image of a convolution, dilated and padded."""
+    """Returns the bytes of a convolution's image, dilated and padded."""
     spatial = params["dimension_numbers"].lhs_spec[2:]
     shape = list(image.shape)
     for d, dilation, padding in zip(
@@ -198,8 +201,8 @@ def _padded_bytes(params: Mapping[str, Any], image: Any) -> int:
 
 
 def _bodies_bytes(equation: Any, kind: str) -> int:
-    """Returns the most that one body of a loop, a branch or a call needs, beside what the equation
-    reads and writes; of branches only one runs.
+    """Returns the most bytes that one body of a loop, a branch or a call needs beside the
+    equation's inputs and outputs; only one branch runs.
 
     Args:
         equation: has the bodies in its parameters.

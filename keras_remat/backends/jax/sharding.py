@@ -1,13 +1,13 @@
-"""How the values of a step lie on several devices.
+"""Guesses how the values of a step are laid out on several devices.
 
 Under a ``keras.distribution`` the step is written for whole arrays, and XLA divides the work by the
-layouts of its inputs. What a device holds of a value in between is XLA's decision; here it is
-guessed from the inputs on, by the rules of its propagation that matter: the samples' dimension goes
-through everything that treats samples alike, and ends where samples are summed up. The guess serves
-two ends. Bytes of a value are those of one device, as ``memory_analysis`` counts them; a wrong one
-is corrected by the compiled peak. And a guard (:mod:`~keras_remat.backends.jax.barrier`) reads on
-every device the part that is there, so that no collective operation is added; a wrong one costs an
-exchange, and never a wrong number.
+layouts of its inputs. XLA decides which part of a value in between a device holds. Here the part is
+guessed from the inputs on, by the rules of XLA's propagation that matter: the samples' dimension
+goes through everything that treats samples alike, and ends where samples are summed up. The guess
+serves two ends. Bytes of a value are those of one device, as ``memory_analysis`` counts them; the
+compiled peak corrects a wrong guess. And a guard (:mod:`~keras_remat.backends.jax.barrier`) reads
+on every device the part that is there, so that no collective operation is added; a wrong guess
+costs an exchange, and never a wrong number.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS
 from keras_remat.backends.xla.fusion import Equation
 
 Layout = tuple[Any, ...]
-"""Per dimension, the mesh axes it is divided by, a tuple of names, or ``None``."""
+"""Per dimension, names of the mesh axes that divide it, or ``None``."""
 
 RESHARDS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
-"""Primitives that say how their result lies, and the parameter that holds it."""
+"""Primitive that sets the layout of its result → the parameter that holds the layout."""
 
 
 def layout_of(sharding: Any, rank: int) -> Layout:
@@ -49,7 +49,7 @@ def mesh_of(specs: Any) -> jax.sharding.Mesh | None:
 
 
 def count(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Returns by how much a device has less of a value than all of it."""
+    """Returns the number of parts that a value is divided into over the devices."""
     return math.prod(mesh.shape[axis] for axes in layout if axes for axis in axes)
 
 
@@ -81,7 +81,7 @@ def layouts(
         inputs = [(of(a), shape(a)) for a in equation.inputs]
         for out in equation.outputs:
             found[out] = _legal(_result(equation, inputs, shape(out)), shape(out), mesh)
-    for equation in reversed(equations):  # what is drawn or filled in follows its reader
+    for equation in reversed(equations):  # random and filled values take their reader's layout
         if equation.kind in KINDS.elementwise | KINDS.random:
             out = equation.outputs[0]
             for atom in equation.reads:
@@ -91,8 +91,8 @@ def layouts(
 
 
 def _legal(layout: Layout, shape: Sequence[int], mesh: jax.sharding.Mesh) -> Layout:
-    """Returns the layout without axes that are used twice, or that do not divide their
-    dimension."""
+    """Returns the layout without axes that are used twice, or that do not divide their dimension
+    evenly."""
     seen: set[str] = set()
     result: list[Any] = []
     for axes, size in zip(layout, shape, strict=True):
@@ -138,8 +138,8 @@ def _product(numbers: Any, left: Layout, right: Layout) -> Layout:
 
 
 def _reshaped(layout: Layout, old: tuple[int, ...], new: tuple[int, ...]) -> Layout:
-    """Returns a dimension that begins at the same place as one of the result, counted in elements,
-    gives it its axes."""
+    """Returns the layout after a reshape. A new dimension takes the axes of the old one that begins
+    at the same place, counted in elements."""
     starts = {math.prod(old[:at]): axes for at, axes in enumerate(layout) if axes}
     result, used = [], set()
     for at, size in enumerate(new):
@@ -151,7 +151,7 @@ def _reshaped(layout: Layout, old: tuple[int, ...], new: tuple[int, ...]) -> Lay
 
 
 def _alike(inputs: Sequence[tuple[Layout, tuple[int, ...]]], shape: tuple[int, ...]) -> Layout:
-    """Dimensions of the same size at the same place go through."""
+    """Returns a layout in which dimensions of the same size at the same place keep their axes."""
     result: list[Any] = [None] * len(shape)
     for layout, other in inputs:
         if len(other) == len(shape):
@@ -162,10 +162,10 @@ def _alike(inputs: Sequence[tuple[Layout, tuple[int, ...]]], shape: tuple[int, .
 
 
 def held_bytes(arrays: Iterable[jax.Array], device: Any) -> int:
-    """Returns what one device holds of arrays.
+    """Returns the bytes of arrays that one device holds.
 
-    JAX keeps the part of a device, once it was read, as an array of its own in the same memory:
-    what begins at one address counts once.
+    JAX keeps a device's part of an array, once it was read, as an array of its own in the same
+    memory. So the parts at one address count once.
     """
     there = [array for array in arrays if not array.is_deleted()]
     alone = {device}
@@ -192,7 +192,7 @@ def batch_parts() -> int:
 
 
 def laid_out(batch: Any) -> Any:
-    """Returns a batch of arrays as JAX's own: laid over the devices by the active distribution."""
+    """Returns a batch as JAX's arrays, laid over the devices by the active distribution."""
     active = keras.distribution.distribution()
     if active is None:
         return jax.tree.map(

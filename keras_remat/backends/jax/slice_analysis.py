@@ -1,14 +1,14 @@
-"""How ops of a traced JAX step, each some equations, run on a slice of the batch.
+"""Finds how the ops of a traced JAX step run on a slice of the batch.
 
-Along which axis a value is sliced is found from the batch's first axis on, by the table of
-primitives (:mod:`~keras_remat.backends.jax.slice_rules`): each equation hands the axis of what it
-reads to what it makes. A value that nothing of the batch leads to (zeros, random numbers) takes
-the axis of its reader, or its first. An op may run in slices where all its equations can, asked
-from its results on.
+Each op consists of equations. The axis along which a value is sliced is found from the batch's
+first axis on, by the table of primitives (:mod:`~keras_remat.backends.jax.slice_rules`): each
+equation hands the axis of its inputs to its outputs. A value that nothing of the batch leads to
+(zeros, random numbers) takes the axis of its reader, or its first. An op may run in slices if all
+its equations can, asked backwards from its results.
 
-A ``scan`` is sliced as a whole, by what its body does to a slice: a part runs the loop on its part
-of the carried values and of what is read and written row by row. What a loop adds up over the batch
-(kernels' gradients) begins at zero and is a sum over the parts.
+A ``scan`` is sliced as a whole, as its body treats a slice. A part runs the loop on its part of the
+carried values and of the values read and written row by row. A value that a loop adds up over the
+batch (a kernel's gradient) begins at zero and is a sum over the parts.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from keras_remat.backends.xla import sliced as slicing
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.sliced import SlicedEquation, SlicedOp
 
-#: How often what a loop carries is looked at, until no axis is found any more.
+#: Most rounds in which axes are looked for in the values that a loop carries.
 _MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Says how a ``scan`` runs on a part.
+    """Holds how a ``scan`` runs on a part.
 
     Args:
-        body: its equations.
-        equations: the body of a part.
-        inputs, outputs: what each of the loop's is to a part.
+        body: equations of the loop's body.
+        equations: how they run on a part.
+        inputs, outputs: modes of the loop's inputs and outputs.
     """
 
     body: FlatProgram
@@ -51,12 +51,12 @@ class Loop:
 
 
 class Analysis:
-    """Says along which axes the values of a program are sliced, and how its equations are.
+    """Finds the axes along which a program's values are sliced, and how equations run on a part.
 
     Args:
         program: the equations.
-        given: number of an input → its axis, where it has the batch's.
-        state: numbers of inputs that are overwritten: they are read whole.
+        given: number of an input → its batch axis, if it has one.
+        state: numbers of inputs that are overwritten, and so read whole.
     """
 
     def __init__(self, program: FlatProgram, given: Mapping[int, int], state: Iterable[int] = ()):
@@ -69,11 +69,11 @@ class Analysis:
             self._hand_on(at, equation)
 
     def known_axis(self, atom: Any) -> int | None:
-        """Returns the axis that something of the batch, or a reader, gives a value."""
+        """Returns the axis a value has from the batch or a reader; ``None`` if it has none yet."""
         return self._axes.get(atom) if isinstance(atom, int) else None
 
     def axis(self, number: int) -> int:
-        """Returns along which axis a value is sliced."""
+        """Returns the axis along which a value is sliced."""
         return self._axes.get(number, 0)
 
     def shape(self, atom: Any) -> Shape:
@@ -82,14 +82,15 @@ class Analysis:
         return tuple(map(int, aval.shape))
 
     def operands(self, equation: Equation) -> Operands:
-        """Returns what rules look at."""
+        """Returns the facts that rules look at."""
         shapes = tuple(self.shape(atom) for atom in equation.inputs)
         return Operands(equation.source, shapes, self.shape(equation.outputs[0]))
 
     # ---------------------------------------------------------------- axes
 
     def _hand_on(self, at: int, equation: Equation) -> None:
-        """Gives what an equation makes the axes of what it reads, and what is free its result's."""
+        """Gives an equation's outputs the axis of its inputs, and its inputs without an axis that
+        of its outputs."""
         known = [self.known_axis(atom) for atom in equation.inputs]
         if equation.has_effect or not equation.outputs or all(axis is None for axis in known):
             return
@@ -120,8 +121,8 @@ class Analysis:
     # ---------------------------------------------------------------- equations
 
     def sliced_op(self, equations: Sequence[int], outputs: Sequence[int]) -> SlicedOp | None:
-        """Returns how equations run on a part, the last of which computes ``outputs``; ``None``
-        where they stay whole."""
+        """Returns how equations run on a part; ``None`` if they stay whole. The last equation
+        computes ``outputs``."""
         last = self.program.equations[equations[-1]]
         if last.kind == SCAN:
             loop = self._loop(equations[-1])
@@ -130,17 +131,17 @@ class Analysis:
             parts: dict[int, Mode] = {number: self.axis(number) for number in outputs}
             asked = [dict.fromkeys(outputs, SUM), parts]
         found = (self.demanded(equations, {n: {mode} for n, mode in one.items()}) for one in asked)
-        # a term of a sum that was made elsewhere is none of the parts' own
+        # a part cannot read a term of a sum that another op made
         return next((op for op in found if op and SUM not in set().union(*op.reads.values())), None)
 
     def demanded(
         self, equations: Sequence[int], wanted: Mapping[int, Iterable[Mode]]
     ) -> SlicedOp | None:
-        """Returns how equations make what is wanted on a part; ``None`` where they cannot.
+        """Returns how equations make wanted values on a part; ``None`` if they cannot.
 
         Args:
             equations: indices, ascending.
-            wanted: number → what it shall be.
+            wanted: number of a value → the modes it is wanted in.
         """
 
         def is_literal(atom: Any, mode: Mode) -> bool:
@@ -151,7 +152,7 @@ class Analysis:
     def _sliced(
         self, at: int, equation: Equation, asked: Sequence[set[Mode]]
     ) -> SlicedEquation | None:
-        """Returns how an equation makes what is asked of its outputs, each at most one thing."""
+        """Returns how an equation makes the modes asked of its outputs, at most one of each."""
         if equation.kind == SCAN:
             loop = self._loop(at)
             if loop is None or any(some - {m} for some, m in zip(asked, loop.outputs, strict=True)):
@@ -162,7 +163,7 @@ class Analysis:
         return None if found is None else SlicedEquation(at, found, (mode,) * len(equation.outputs))
 
     def _modes(self, equation: Equation, mode: Mode) -> tuple[Mode, ...] | None:
-        """Returns what the inputs of an equation are to a part of it, or to a term of a sum."""
+        """Returns the modes of an equation's inputs if it makes a part, or a term of a sum."""
         operands, found = self.operands(equation), None
         if isinstance(mode, int):
             rule = PARTS.get(equation.kind)

@@ -1,10 +1,10 @@
-"""How JAX's primitives run on a slice of the batch: a table, read off their definitions.
+"""Lists how JAX's primitives run on a slice of the batch, read off their definitions.
 
-A primitive may run in slices along one axis of what it makes, or of what it sums up. The table says
-for each axis of a result what every input is to a part of it: its part along some axis, or all of
-it. A primitive missing here stays whole, and so does one whose shapes do not allow it: both are
-always right. Nothing depends on which axis is the batch's; that only says where to begin
-(:mod:`~keras_remat.backends.jax.slice_analysis`).
+A primitive may run in slices along one axis of its result, or along one axis that it sums over. The
+table says, for each axis of a result, what a part reads of every input: the input's part along some
+axis, or all of it. A primitive missing here stays whole, and so does one whose shapes do not allow
+slices; both are always right. The rules do not depend on which axis is the batch's; that only says
+where to begin (:mod:`~keras_remat.backends.jax.slice_analysis`).
 
 Random bits are a function of their place (JAX's partitionable threefry), so a slice of dropout is a
 slice of the same mask.
@@ -22,7 +22,7 @@ from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS, 
 from keras_remat.backends.slice_modes import SUM, Mode, Shape, same_place
 from keras_remat.backends.tables import names
 
-#: Modes of the inputs; ``None``: it cannot run so.
+#: Modes of the inputs; ``None`` if the primitive cannot run so.
 Found = Sequence[Mode] | None
 
 RANDOM = "random_bits"
@@ -30,11 +30,11 @@ RANDOM = "random_bits"
 
 @dataclass(frozen=True)
 class Operands:
-    """Says what a rule looks at.
+    """Holds the facts a rule looks at.
 
     Args:
-        source: the equation's.
-        shapes: of its inputs.
+        source: the equation of the jaxpr.
+        shapes: shapes of its inputs.
         result: the shape of its first output.
     """
 
@@ -60,7 +60,8 @@ def _elementwise(op: Operands, axis: int) -> Found:
 
 
 def _all_but(*parameters: str) -> Callable[[Operands, int], Found]:
-    """Returns the rule of what works along the axes in a parameter, and treats others alike."""
+    """Returns the rule of primitives that work along the axes in a parameter, and treat all other
+    axes alike."""
 
     def rule(op: Operands, axis: int) -> Found:
         used = next(op.params[name] for name in parameters if name in op.params)
@@ -195,7 +196,7 @@ def _scatter(op: Operands, axis: int) -> Found:
     return [axis, None, at] if op.shapes[2][at] == op.result[axis] else None
 
 
-#: A counter of that many bits is drawn from at most.
+#: Draws of fewer values are counted in one 32-bit word.
 _COUNTED = 2**32
 
 
@@ -204,7 +205,7 @@ def _random(op: Operands, axis: int) -> Found:
     return [None] if drawn_alone and private.draws_by_place(op.source) else None
 
 
-#: What a part of a result reads, by the axis of the result.
+#: Primitive → rule for the modes that a part of a result reads, by the axis of the result.
 PARTS: Mapping[str, Callable[[Operands, int], Found]] = {
     **dict.fromkeys(KINDS.elementwise | names("copy copy_p stop_gradient"), _elementwise),
     **dict.fromkeys(names("reshape squeeze expand_dims"), _reshape),
@@ -235,7 +236,8 @@ PARTS: Mapping[str, Callable[[Operands, int], Found]] = {
 
 
 def _sum_of_reduced(op: Operands, axes: Sequence[int]) -> Found:
-    """Makes a sum of what is summed up over the parts already."""
+    """Sums over the sliced axis; if another axis is reduced, the input is a sum over the parts
+    already."""
     return [axes[0] if axes[0] in op.params["axes"] else SUM]
 
 
@@ -263,7 +265,8 @@ def _sum_of_sums(op: Operands, axes: Sequence[int]) -> Found:
     return [SUM] * len(op.shapes)
 
 
-#: What a part reads of which the results are summed up, by the axes of what it reads; -1 for none.
+#: Primitive → rule for the modes that a part reads if its result is a term of a sum, by the axes of
+#: the inputs; -1 for none.
 SUMS: Mapping[str, Callable[[Operands, Sequence[int]], Found]] = {
     "reduce_sum": _sum_of_reduced,
     "dot_general": _sum_of_products,
@@ -278,14 +281,14 @@ SUMS: Mapping[str, Callable[[Operands, Sequence[int]], Found]] = {
 def part_params(
     kind: str, operands: Operands, modes: Sequence[Mode], part: Sequence[Shape], made: Shape
 ) -> dict[str, Any]:
-    """Returns the parameters of a part, which tell its shapes.
+    """Returns the parameters of a part; they hold its shapes.
 
     Args:
-        kind: the primitive's.
-        operands: of the whole.
-        modes: what each input is to it.
-        part: shapes of what the part reads.
-        made: the shape of what it makes.
+        kind: the primitive's name.
+        operands: operands of the whole equation.
+        modes: mode of each input.
+        part: shapes of the inputs that the part reads.
+        made: shape of its result.
     """
     params = dict(operands.params)
     if kind == "reshape":

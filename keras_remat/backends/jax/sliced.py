@@ -1,8 +1,8 @@
-"""Writes a traced JAX step with some of its ops in slices: the program of a
-:class:`~keras_remat.core.slices.SlicedGraph`.
+"""Writes a traced JAX step with some of its ops in slices.
 
-What is the same in every framework is the work of :mod:`keras_remat.backends.xla.sliced`. What is
-added to a program by slicing:
+The result is the program of a :class:`~keras_remat.core.slices.SlicedGraph`.
+:mod:`keras_remat.backends.xla.sliced` does what is the same in every framework. Slicing adds these
+equations to a program:
 
 * a cut is ``slice``;
 * a join is ``dynamic_update_slice`` into a buffer, and its first part begins the buffer by ``pad``:
@@ -72,8 +72,7 @@ class _Writer(ProgramWriter[JaxTracedStep]):
         return [replace(equation, source=source, inputs=tuple(inputs), outputs=tuple(outputs))]
 
     def _source(self, one: SlicedEquation, part: int) -> Any:
-        """Returns what a part of an equation is written down from; one for all parts, but for what
-        is drawn."""
+        """Returns the jaxpr equation of a part; all parts share one, except of random bits."""
         drawn = self._step.program.equations[one.at].kind == RANDOM and not one.is_whole
         key = one, part if drawn else 0
         if key not in self._sources:
@@ -99,7 +98,7 @@ class _Writer(ProgramWriter[JaxTracedStep]):
 
 
 def part_aval(aval: Any, mode: Mode, count: int) -> Any:
-    """Returns what one of ``count`` parts is like."""
+    """Returns the aval of one of ``count`` parts."""
     if not isinstance(mode, int):
         return aval
     shape = list(aval.shape)
@@ -108,13 +107,13 @@ def part_aval(aval: Any, mode: Mode, count: int) -> Any:
 
 
 def part_source(program: FlatProgram, one: SlicedEquation, count: int, part: int) -> Any:
-    """Returns what one part of an equation is written down from.
+    """Returns the jaxpr equation of one part of an equation.
 
     Args:
-        program: whose equation it is.
-        one: how it runs on a part.
+        program: the program of the equation.
+        one: how the equation runs on a part.
         count: how many parts there are.
-        part: which one.
+        part: index of the part.
     """
     equation = program.equations[one.at]
     if one.is_whole:
@@ -142,7 +141,7 @@ def _shape(atom: Any, program: FlatProgram) -> Shape:
 
 
 def _part_of_body(loop: Loop, equation: Equation, count: int) -> Any:
-    """Returns the body of a part of a loop."""
+    """Returns the body of a loop for one part."""
     body, params = loop.body, equation.source.params
     sources = {one.at: part_source(body, one, count, 0) for one in loop.equations}
     first_row = sum(private.scan_counts(params))

@@ -1,15 +1,15 @@
-"""Take the place of Keras's train function while ``fit`` runs, and give it back.
+"""Takes the place of Keras's train function while ``fit`` runs, and gives it back.
 
 Keras looks ``model.train_function`` up at every step, so replacing the attribute takes effect with
 the next one. On JAX it is called with the trainer's whole state (weights, seeds and moving
 averages, optimizer slots, metrics) and returns the new one: ``(state, iterator) → (logs, state)``.
-Between these two the state is with the :class:`~keras_remat.backends.jax.device.Device`, where
-every step takes it and leaves the new one, so that a call may run no step, one, or several, of
-whichever function.
+In between, the :class:`~keras_remat.backends.jax.device.Device` holds the state; every step takes
+it from there and leaves the new one. So a call may run no step, one, or several, of whichever
+function.
 
-The state is donated, so what Keras holds after a step that raised is gone. It is told which state
-is current before the error passes through: weights and slots are then those of the last batch that
-was trained.
+The state is donated, so after a step that raised, Keras holds arrays that are gone. Before the
+error passes through, Keras is told which state is current: weights and slots are then those of the
+last batch that was trained.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ class InstalledTrainFunction(Installed):
         return arrays
 
     def _build_metrics(self, batch: Any) -> None:
-        """Makes the metrics of a model that was compiled anew in mid-fit, for which Keras would
-        make them in its next step: a step that makes variables returns another state than it gets.
-        """
+        """Builds the metrics of a model that was compiled anew in mid-fit. Keras would build them
+        in its next step, but a step that makes variables returns another state than it gets."""
         if self._model.optimizer.built and not keras_private.has_its_metrics(self._model):
             with self.variables():
                 keras_private.build(self._model, batch)
 
     def as_given(self, batch: Any) -> Any:
-        """Makes JAX's arrays of a batch, over the devices of the active ``keras.distribution``."""
+        """Makes JAX's arrays of a batch, laid over the devices of the active
+        ``keras.distribution``."""
         return laid_out(batch)
 
     def run_plain(self, batch: Any) -> Any:

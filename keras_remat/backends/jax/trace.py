@@ -1,13 +1,13 @@
-"""Keras's whole JAX train step as a graph: forward, loss, backward, optimizer, metrics.
+"""Traces Keras's whole JAX train step as a graph, from forward phase to metrics.
 
-``jax.make_jaxpr(model.train_step)(state, data)`` on shapes alone, so nothing is allocated and the
-model's variables are not touched. The jaxpr is flattened (:mod:`~keras_remat.backends.jax.flatten`)
-and cut into the clusters XLA will materialize and ordered
-(:mod:`keras_remat.backends.xla.fused_graph`); one cluster is one op of the graph. ``Op.kind`` is
-the name of the cluster's last primitive.
+``jax.make_jaxpr(model.train_step)(state, data)`` runs on shapes alone, so nothing is allocated and
+the model's variables are not touched. The step holds forward, loss, backward, optimizer and
+metrics. The jaxpr is flattened (:mod:`~keras_remat.backends.jax.flatten`), cut into the clusters
+XLA will materialize, and ordered (:mod:`keras_remat.backends.xla.fused_graph`); one cluster is one
+op of the graph. ``Op.kind`` is the name of the cluster's last primitive.
 
-Backward is what JAX marks ``transpose(…)`` in its name stack. Every equation of a jaxpr is pure,
-random ones included (the seed is an input).
+An equation is backward if JAX marks it ``transpose(…)`` in its name stack. Every equation of a
+jaxpr is pure, random ones included (the seed is an input).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class JaxTracedStep(FusedStep):
         batch_specs: shapes and dtypes of the batch.
         in_tree: structure of ``(state, batch)``.
         out_tree: structure of ``(logs, state)``.
-        model: whose ``train_step`` it is.
-        micro_batches: in how many micro-batches it trains the batch.
-        other_step: ``(state, batch) → (logs, state)``, what was traced where it is not the model's
-            own: of several micro-batches, or with another attention.
-        mesh: the devices it trains on, where they are several; else ``None``.
-        layouts: how every number of the program lies on them.
-        target: where it will run.
+        model: the model whose ``train_step`` it is.
+        micro_batches: number of micro-batches it trains the batch in.
+        other_step: ``(state, batch) → (logs, state)``, the traced step if it is not the model's
+            own: it runs several micro-batches, or another attention.
+        mesh: the devices it trains on, if there are several; else ``None``.
+        layouts: layout of every value of the program on them.
+        target: the device it will run on.
     """
 
     program: FlatProgram
@@ -67,7 +67,7 @@ class JaxTracedStep(FusedStep):
 
     @property
     def train_step(self) -> Callable[[Any, Any], Any]:
-        """``(state, batch) → (logs, state)``, what was traced.
+        """Returns the traced step, ``(state, batch) → (logs, state)``.
 
         The model's own is not kept: see :meth:`~keras_remat.backends.jax.device.Device.own_step`.
         """
@@ -153,9 +153,9 @@ def trace(
         batch: ``(x, y[, sample_weight])`` of arrays or ``jax.ShapeDtypeStruct``.
         micro_batches: more than 1 trains the batch in micro-batches, see :mod:`.accumulate`.
         like: the same step for another batch size, if its ops are wanted.
-        state: the trainer's state where ``fit`` has it, which tells how it lies on several devices.
-        own_step: ``model.train_step``, of which JAX knows what it traced for as long as it lives.
-        target: where the step will run; on the live device, if not given.
+        state: the trainer's state, if ``fit`` holds it; it shows the layout on several devices.
+        own_step: ``model.train_step``, as the object by which JAX finds its traces while it lives.
+        target: where the step will run; ``None`` for the live device.
 
     Raises:
         UnsupportedModelError: not compiled, eager, a sparse batch, micro-batches or a card under a
@@ -173,7 +173,7 @@ def trace(
     if not target.is_live and layers_of_cudnn:
         other_step = cudnn.without_cudnn(model, other_step or model.train_step)
     with nullcontext() if target.is_live else cudnn.refused(model):
-        if state is None:  # fit has built it, and taken the values off the variables
+        if state is None:  # else fit has built it, and holds the variables' values
             keras_private.build(model, batch_specs)
         state_specs = private.state_specs(model, state)
         if keras.distribution.distribution() is None:

@@ -1,5 +1,5 @@
-"""JAX as :class:`keras_remat.backends.xla.protect.Writer`: on a CPU, on a GPU, and on several
-devices."""
+"""Writes equations down in JAX, as :class:`keras_remat.backends.xla.protect.Writer`: on a CPU, on a
+GPU, and on several devices."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class JaxWriter(Writer):
     """Writes a program as it is: values are tracers or arrays.
 
     Args:
-        program: what is written.
+        program: the program to write.
         uses_branches: as in :class:`keras_remat.backends.xla.protect.Writer`.
 
     Attributes:
-        starts_stacks_late: whether what a loop writes into waits for its inputs.
+        starts_stacks_late: whether the arrays that a loop writes into wait for its inputs.
     """
 
     uses_barriers = False
@@ -120,30 +120,30 @@ class JaxWriter(Writer):
 class GpuWriter(JaxWriter):
     """Writes for one GPU, where cuDNN's layouts decide what is copied, and when.
 
-    cuDNN wants kernels output channels first; Keras keeps them last. XLA puts one transposed copy
-    behind the parameter, shared by all that reads or updates it, so it lives from the first
-    convolution to the update, and the new weights and moments wait for a copy of their own. Pinned
-    to row-major order, a guarded kernel and a kernel's gradient leave each convolution with a copy
-    that lives as long as it runs. Those copies need parameters only and would all be made before
-    the first convolution, so a kernel waits for its image.
+    cuDNN wants kernels output channels first; Keras keeps them last. XLA makes one transposed copy
+    of the parameter, shared by all its readers and its update. So the copy lives from the first
+    convolution to the update, and the new weights and moments wait for a copy of their own. If a
+    guarded kernel and a kernel's gradient are pinned to row-major order, each convolution has a
+    copy that lives only while it runs. These copies need parameters only and would all be made
+    before the first convolution, so a kernel waits for its image.
 
-    A convolution whose image is padded at one side more, or has no type that the card computes in,
-    reads a copy of it. The gradient of its kernel would share that copy, so it would be kept from
-    the forward phase on: there the image waits for the gradient.
+    A convolution reads a copy of its image if the image is padded at one side more, or has a type
+    in which the card does not compute. The gradient of its kernel would share that copy, which
+    would be kept from the forward phase on. So there the image waits for the gradient.
 
-    A sum lies as what is added up. Where that is a bias's gradient, of heads for instance, XLA
-    turns weight and moments for the update, and what it makes of them back: four kernels for one,
-    as slow as larger ones. So it is laid as the bias.
+    A sum is laid out like its summands. If it is a bias's gradient, of heads for instance, XLA
+    would transpose weight and moments for the update, and the new ones back: four kernels for one,
+    as slow as larger ones. So the sum is laid out like the bias.
 
-    Where images lie channels first, the element of one that a trigger reads, and an image's guard,
-    lie so, too. XLA lays what is cut from an image in the order of its dimensions, channels last,
-    and with it the image, and all that lies between it and the next convolution: loosely written, a
-    plan of a U-Net for a T4 then takes 1.20 of plain's time, and 1.01 as it is.
+    Where images lie channels first, so do the element of an image that a trigger reads, and an
+    image's guard. Otherwise XLA would lay a part of an image in the order of its dimensions,
+    channels last, and with it the image and all values up to the next convolution. Written loosely,
+    a plan of a U-Net for a T4 then takes 1.20 of plain's time, and 1.01 as it is.
 
     Args:
-        program: what is written.
+        program: the program to write.
         target: the GPU.
-        gradients: numbers of what updates read.
+        gradients: numbers of the values that updates read.
     """
 
     uses_barriers = True
@@ -172,7 +172,7 @@ class GpuWriter(JaxWriter):
             inputs = [JaxWriter.guard(self, image, self.never([gradient])), gradient]
         results = super().write(at, inputs)
         if equation.kind == CONVOLUTION and is_emulated(results[0].dtype, self._target):
-            results = [self.hold(results[0])]  # else what it was computed in is kept
+            results = [self.hold(results[0])]  # else the result in 32 bits is kept
         is_gradient = equation.kind in KINDS.reductions and equation.outputs[0] in self._gradients
         is_laid = equation.kind == KERNEL_GRADIENT or is_gradient
         return [*map(_row_major, results)] if is_laid else results
@@ -193,7 +193,7 @@ class GpuWriter(JaxWriter):
         return super().hold(self._laid(value))
 
     def _laid(self, value: Any) -> Any:
-        """Returns the same value, laid as convolutions read it where that is channels first."""
+        """Returns a value laid as convolutions read it, if that is channels first."""
         if not self._lies_first(value):
             return value
         return layout.with_layout_constraint(value, layout.Layout(CHANNELS_FIRST))
@@ -203,8 +203,8 @@ class GpuWriter(JaxWriter):
         return is_first and value.ndim == IMAGE_RANK and value.shape not in self._kernels
 
     def _waits_first(self, value: Any) -> bool:
-        """Returns whether what is waited for, or waits, lies so, too; not where it is computed in
-        another type, because its copy in that type would be kept."""
+        """Returns whether a value that waits, or is waited for, is laid channels first, too. It is
+        not if it is computed in another type, because its copy in that type would be kept."""
         return self._lies_first(value) and not is_emulated(value.dtype, self._target)
 
     def _is_given(self, atom: Any) -> bool:
@@ -218,16 +218,16 @@ class GpuWriter(JaxWriter):
 
     def guard_made(self, value: Any, condition: Any) -> Any:
         if self._lies_first(value):
-            return self.guard(value, condition)  # held, it would be laid otherwise first
+            return self.guard(value, condition)  # holding it would lay it otherwise first
         return super().guard_made(value, condition)
 
 
 class ShardedWriter(JaxWriter):
-    """Writes for several devices: each reads its own part of a trigger and guards its own part of a
-    value, so that none waits for another.
+    """Writes for several devices, none of which waits for another.
 
-    A guard's condition is an array with one element per device. Nothing is written in branches,
-    because a branch would have to be taken on all devices at once.
+    Each device reads its own part of a trigger and guards its own part of a value. A guard's
+    condition is an array with one element per device. Nothing is written in branches, because a
+    branch would have to be taken on all devices at once.
     """
 
     starts_stacks_late = False
@@ -236,11 +236,11 @@ class ShardedWriter(JaxWriter):
         super().__init__(traced.program, uses_branches=False)
         self._mesh, self._layouts = traced.mesh, traced.layouts
         self._everywhere = PartitionSpec(tuple(traced.mesh.axis_names))
-        self._known: dict[int, tuple[Any, Layout]] = {}  # by the value's id, which stays alive
+        self._known: dict[int, tuple[Any, Layout]] = {}  # id → living value, its layout
 
     def may_trigger(self, number: int) -> bool:
-        """Returns what every device has a part of. To wait for what they add up together would keep
-        XLA from adding all of it up at once."""
+        """Returns whether every device has its own part of a value. Waiting for a value that they
+        add up together would keep XLA from adding all of them up at once."""
         return any(self._layouts[number])
 
     def given(self, values: Sequence[Any]) -> None:
@@ -276,19 +276,19 @@ class ShardedWriter(JaxWriter):
 
 
 def _bind_in_pieces(eqn: Any, inputs: Sequence[Any], pieces: int) -> list[Any]:
-    """Runs an equation that treats samples alike on a part of them after the other."""
+    """Runs an equation that treats samples alike on one piece of the batch after the other."""
     parts = [x.reshape(pieces, -1, *x.shape[1:]) for x in inputs]
     results = lax.map(lambda part: private.bind(eqn, part), parts)
     return [x.reshape(-1, *x.shape[2:]) for x in results]
 
 
 def _late_stacks(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """Returns arrays for a ``scan`` to write its stacked results into, which exist only when its
-    inputs do; none where it has no such results.
+    """Returns arrays for a ``scan`` to write its stacked results into; empty if it has none.
 
-    JAX begins all of them with zeros. XLA merges those of one shape, for all loops of a step, makes
-    a copy for every loop at the step's very beginning, and holds each until its loop has run. No
-    two of these are equal, so none is copied.
+    The arrays exist only when the inputs of the ``scan`` do. JAX begins all stacked results with
+    zeros. XLA merges the zeros of one shape, for all loops of a step, makes a copy for every loop
+    at the step's very beginning, and holds each until its loop has run. No two of the arrays made
+    here are equal, so none is copied.
     """
     shapes = private.stacked_shapes(equation.source) if equation.kind == SCAN else []
     triggers = [x for x in inputs if isinstance(x, jax.Array) and x.size] if shapes else []
@@ -300,27 +300,27 @@ def _late_stacks(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _row_major(x: Any) -> Any:
-    """Returns the same value, laid in memory with its last dimension innermost."""
+    """Returns a value laid in memory with its last dimension innermost."""
     return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 
 
 def _with_late_zero(params: Any, gradient: Any, image: Any) -> Any:
-    """Returns the gradient of max pooling, added up from a zero that exists only when ``gradient``
-    does.
+    """Returns the gradient of max pooling, added to a zero that exists only when ``gradient`` does.
 
-    XLA:GPU scatters into an array of zeros, which it would share with every ReLU of its shape and
-    keep from the first of them on.
+    XLA:GPU scatters into an array of zeros. It would share that array with every ReLU of its shape
+    and keep it from the first of them on.
     """
     zero = lax.convert_element_type(never([gradient]), gradient.dtype)
     return private.select_and_scatter_add(params, image, gradient, zero)
 
 
 def _transposed_kernel_gradient(params: Any, image: Any, gradient: Any) -> Any:
-    """Returns the gradient of a transposed convolution's kernel, written as that of the convolution
-    that it transposes: the two change places, and the result is turned round.
+    """Returns the gradient of a transposed convolution's kernel.
 
-    As JAX writes it, the dilated image is what slides over the gradient; cuDNN has no such call, so
-    XLA:GPU copies both, zeros and padding included, with channels for samples.
+    It is written as the gradient of the convolution that it transposes: image and gradient change
+    places, and the result is reversed. As JAX writes it, the dilated image slides over the
+    gradient. cuDNN has no such call, so XLA:GPU copies both, zeros and padding included, with
+    channels for samples.
     """
     result = lax.conv_general_dilated(
         gradient, image, **turned(params, image.shape, gradient.shape)
@@ -329,7 +329,7 @@ def _transposed_kernel_gradient(params: Any, image: Any, gradient: Any) -> Any:
 
 
 def writer_of(traced: JaxTracedStep) -> JaxWriter:
-    """Returns what writes a traced step down for where it will run."""
+    """Returns the writer of a traced step for the device it will run on."""
     if traced.mesh is not None:
         return ShardedWriter(traced)
     if traced.target.on_gpu:
