@@ -1,7 +1,7 @@
-"""Where the memory of a plain step goes at its peak, by kind and by layer.
+"""Tells where the memory of a plain step goes at its peak, by kind and by layer.
 
-Read off the order without recomputation by the one memory semantics
-(:mod:`keras_remat.core.simulate`), so the parts add up to the simulated peak, to the byte.
+The parts follow from the order without recomputation by the one memory semantics
+(:mod:`keras_remat.core.simulate`), so they add up to the simulated peak, to the byte.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Resident:
 def parts_at_peak(problem: Problem, resident: Resident) -> dict[str, int]:
     """Returns part → bytes at the peak of the step without recomputation.
 
-    What is resident beside weights and slots counts as batch: copies of it, and other data.
+    Resident bytes beside weights and slots count as batch: copies of it, and other data.
 
     Args:
         problem: a traced step with its costs.
-        resident: what of the resident bytes is what.
+        resident: how many of the resident bytes are weights, and how many are slots.
     """
     curve = Curve(problem, Schedule.store_all(problem.graph))
     known = {WEIGHTS: resident.weights_bytes, SLOTS: resident.slots_bytes}

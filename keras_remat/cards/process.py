@@ -1,8 +1,7 @@
-"""The process that compiles for cards: ``python -m keras_remat.cards.process FILE``.
+"""Runs the process that compiles for cards: ``python -m keras_remat.cards.process FILE``.
 
-Keras runs on JAX in it, or on TensorFlow, and that on the CPU. It reads a pickled request from a
-file, and writes pickled messages to its standard output; what else is printed goes to its standard
-error.
+In this process, Keras runs on JAX or on TensorFlow, on the CPU. It reads a pickled request from a
+file and writes pickled messages to its standard output; all other prints go to its standard error.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from keras_remat.core import interpreter
 from keras_remat.core.target import Target
 from keras_remat.errors import RematError, UnsupportedModelError
 
-#: What a message is; the second half of it is the name and the batch size, a row, bytes by layer,
-#: an exception, or what a model raises on this framework. After the last three none follows.
+#: Kinds of messages. The second half of a message is, in this order: the model's name and batch
+#: size, a row, bytes by layer, an exception, the error of a model that does not run on this
+#: framework, nothing. No message follows one of the last three.
 BEGUN, ROW, LAYERS, FAILED, NOT_TAKEN, DONE = (
     "begun", "row", "layers", "failed", "not taken", "done",
 )  # fmt: skip
@@ -40,8 +40,8 @@ class ArraySpec:
     """Describes an array of a batch.
 
     Args:
-        shape: with the samples.
-        dtype: its name.
+        shape: shape of the array, the samples included.
+        dtype: name of the array's dtype.
     """
 
     shape: tuple[int, ...]
@@ -50,16 +50,17 @@ class ArraySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Says what is asked.
+    """Holds a question: a model, a batch and cards.
 
     Args:
-        model: as Keras serializes one, or the name of a file or function.
-        batch: arrays as :class:`ArraySpec`, or a batch size; ``None`` follows from the model.
+        model: a model as Keras serializes it, or the name of a file or function.
+        batch: arrays as :class:`ArraySpec`, or a batch size; ``None`` where it follows from the
+            model.
         targets: the cards.
         shapes, dtypes: as in :func:`keras_remat.planning.model_argument.model_and_batch`.
         margin, time_limit_s, seed: as in :func:`keras_remat.cards.will_it_fit.will_it_fit`.
-        search_path: where modules are found.
-        settings: of Keras: functions of ``keras.config`` → their argument.
+        search_path: folders in which modules are found.
+        settings: settings of Keras, as functions of ``keras.config`` → their argument.
     """
 
     model: Mapping[str, Any] | str
@@ -79,7 +80,7 @@ def answer(request: Request, tell: Tell) -> None:
 
     Raises:
         NotTakenError: the model does not run on the framework of this process.
-        RematError, ValueError, OSError: it cannot be answered.
+        RematError, ValueError, OSError: the request cannot be answered.
     """
     if any(not target.is_live for target in request.targets):
         check_card_compiler()
@@ -94,7 +95,7 @@ def answer(request: Request, tell: Tell) -> None:
     for name, value in request.settings.items():
         getattr(keras.config, name)(value)
     model, batch = _model_and_batch(request)
-    model.run_eagerly, model.jit_compile = False, True  # what is asked about is compiled
+    model.run_eagerly, model.jit_compile = False, True  # the question is about the compiled step
     batch = example_batch(model, batch, seed=None)
     tell(BEGUN, (model.name, batch_size_of(batch)))
     step = AskedStep(
@@ -148,8 +149,10 @@ def _model_and_batch(request: Request) -> tuple[Any, Any]:
 
 
 def _own_classes(config: Any) -> dict[str, Any]:
-    """Returns name → class or function of all that a config names outside of Keras, which looks
-    for registered ones only; what cannot be imported is left to it."""
+    """Returns name → class or function for all that a config names outside of Keras.
+
+    Keras itself looks for registered ones only. Those that cannot be imported are left to it.
+    """
     found: dict[str, Any] = {}
     if isinstance(config, (list, tuple)):
         for part in config:
@@ -188,7 +191,7 @@ def _not_taken(error: Exception) -> NotTakenError:
 
 
 def _card_backend() -> Callable[[Target], Any]:
-    """Returns what makes the backend that compiles for a card, of the framework Keras runs on."""
+    """Returns a function that makes the backend for a card, on the framework that Keras runs on."""
     import keras
 
     if keras.backend.backend() == "jax":

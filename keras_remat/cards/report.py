@@ -1,8 +1,8 @@
-"""The answer to "will it fit?": a row for every card, and where the memory goes.
+"""Holds the answer to "will it fit?": a row for each card, and where the memory goes.
 
-``plain_bytes`` and ``smallest_bytes`` are what a compiler's buffer assignment says for that card,
-where the package that compiles for it is there (:class:`CardReport` says which rows are). Sizes of
-batches and samples per second are predicted, by the card's roofline.
+``plain_bytes`` and ``smallest_bytes`` come from a compiler's buffer assignment for that card, where
+the package that compiles for it is installed (:class:`CardReport` says which rows are). Batch sizes
+and samples per second are predicted by the card's roofline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keras_remat.units import format_bytes, format_rate
 FITS, WITH_A_PLAN, DOES_NOT_FIT = VERDICTS = ("fits", "fits with a plan", "does not fit")
 #: Verdict → exit status of ``keras-remat will-it-fit``; the worst row's is the command's.
 EXIT_STATUS = {FITS: 0, WITH_A_PLAN: 5, DOES_NOT_FIT: 3}
-#: So many layers are shown.
+#: Most layers that are shown by name.
 _LAYERS = 10
 _HEAD = (
     "card", "usable", "plain peak", "verdict", "largest batch", "with a plan",
@@ -32,20 +32,21 @@ class CardRow:
     """Says whether a train step fits a card; ``None`` stands for what is not known.
 
     Args:
-        card: its name, in the table of cards or one's own.
-        usable_bytes: what a framework uses of the card's memory by default.
-        plain_bytes: peak of the step without recomputation, weights and slots included.
+        card: name of the card, from the table of cards or the user's own.
+        usable_bytes: bytes of the card's memory that a framework uses by default.
+        plain_bytes: peak bytes of the step without recomputation, weights and slots included.
         verdict: one of :data:`VERDICTS`.
-        smallest_bytes: the least peak of a plan that was found.
-        overhead: of the plan that fits, (time - plain time) / plain time, a ratio; 0.0 where the
-            plain step fits.
-        max_batch_plain, max_batch_planned: the largest batch without recomputation, and with one
-            extra forward pass of it at most.
-        samples_per_s_plain, samples_per_s_planned: of the batch that was asked about.
-        slices: in so many slices of the batch the plan that fits runs some ops; ``None`` where it
-            runs all of them whole, or where none fits.
+        smallest_bytes: smallest peak of a plan that was found, in bytes.
+        overhead: overhead of the plan that fits, (time - plain time) / plain time, a ratio; 0.0
+            where the plain step fits.
+        max_batch_plain, max_batch_planned: samples of the largest batch without recomputation, and
+            with at most one extra forward pass of recomputation.
+        samples_per_s_plain, samples_per_s_planned: samples per second at the batch size that was
+            asked about.
+        slices: number of slices of the batch in which the plan that fits runs some ops; ``None``
+            where it runs all ops whole, or where no plan fits.
         parts: one of :data:`~keras_remat.cards.breakdown.PARTS` → bytes at the plain peak.
-        remark: what a reader has to know of the row beside its numbers.
+        remark: sentences that a reader of the row has to know beside its numbers.
     """
 
     card: str
@@ -100,11 +101,11 @@ class CardReport:
 
     Args:
         batch_size: samples of the batch that was asked about.
-        rows: one for each card, in the order in which they were asked for.
-        name: of the model.
+        rows: one row for each card, in the order of the request.
+        name: name of the model.
         layers: layer → bytes of its activations at the plain peak, the largest first.
-        framework: whose step was compiled: ``"jax"``, or ``"tensorflow"`` where the model runs
-            on that alone.
+        framework: the framework whose step was compiled: ``"jax"``, or ``"tensorflow"`` where the
+            model runs on that alone.
     """
 
     batch_size: int
@@ -116,7 +117,7 @@ class CardReport:
     @property
     def exit_status(self) -> int:
         """Returns the status of the worst row: 0 all fit plainly, 5 one needs a plan, 3 one does
-        not fit, 4 of one it is not known."""
+        not fit, 4 it is not known of one."""
         known = [EXIT_STATUS[row.verdict] for row in self.rows if row.verdict is not None]
         for worst in (EXIT_STATUS[DOES_NOT_FIT], EXIT_STATUS[WITH_A_PLAN]):
             if worst in known:

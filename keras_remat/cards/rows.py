@@ -1,10 +1,10 @@
-"""One model's train step, asked about cards: a row for each.
+"""Answers for one model's train step whether it fits cards, with a row for each card.
 
-This is what the process of :mod:`keras_remat.cards.process` does. The step is traced once for all
-cards on which XLA sees the same ops, and compiled without recomputation for each. Whatever the
-compiler says of that decides the verdict; a plan is made, and compiled, only where the plain step
-does not fit: of whole ops, or with some ops in slices of the batch, as ``fit`` would. The largest
-batches are predicted from there.
+The process of :mod:`keras_remat.cards.process` runs this. The step is traced once for all cards on
+which XLA sees the same ops, and compiled without recomputation for each. The compiler's peak for
+that step decides the verdict. A plan is made, and compiled, only where the plain step does not fit:
+of whole ops, or with some ops in slices of the batch, as ``fit`` would. The largest batches are
+predicted from these.
 
 Compiling is the compiler's time and searching is Python's, so the next card's step is compiled in a
 thread while batches are searched for one.
@@ -39,15 +39,15 @@ from keras_remat.planning.slicing import plan_in_slices
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Rules what the time for one card is for.
+    """Divides the time for one card.
 
     Args:
-        plan_share, smallest_share, search_share: of its seconds, what solving for a plan may take,
-            finding the smallest peak where there is none, and searching for the largest batch, a
-            third of which is counted as work.
-        sliced_share: the same for each try of some ops in slices.
-        least_smallest_s: seconds that finding the smallest peak has at least.
-        ahead: so many cards' steps are written down before the first answer is waited for.
+        plan_share, smallest_share, search_share: shares of a card's seconds for solving for a plan,
+            for finding the smallest peak where there is no plan, and for searching for the largest
+            batch, a third of which is counted as work.
+        sliced_share: share of a card's seconds for each try of some ops in slices.
+        least_smallest_s: least seconds for finding the smallest peak.
+        ahead: number of cards whose steps are written down before the first answer is waited for.
     """
 
     plan_share: float = 0.5
@@ -65,11 +65,11 @@ class CardBackend(Backend, Protocol):
     """Is a backend that compiles for cards that need not be there."""
 
     def taken_over(self, traced: Any) -> TracedStep | None:
-        """Returns a step that was traced for another card as one for this; ``None`` where XLA does
-        other things to its ops here."""
+        """Returns a step that was traced for another card as a step for this one; ``None`` where
+        XLA treats its ops differently here."""
 
     def written_plain(self, problem: Problem) -> Callable[[], None]:
-        """Writes Keras's own step down; what is returned compiles it, in any thread."""
+        """Writes Keras's own step down; returns a function that compiles it, in any thread."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class _Begun:
     """Stands for a card whose step is being compiled.
 
     Args:
-        row: what is known.
-        limit: what the step may have in use.
-        backend: compiles for the card.
+        row: the card's row, as far as it is known.
+        limit: the limit that the step has to keep to.
+        backend: the backend that compiles for the card.
         traced: the step.
-        problem: its costs there.
-        compiled: is done when Keras's own step is compiled.
-        sliced: the step in the slices in which alone it fits; ``None`` where it fits whole, not at
-            all, or nobody knows.
+        problem: the step with its costs on the card.
+        compiled: a future that is done when Keras's own step is compiled.
+        sliced: the step in slices, where it fits in slices alone; ``None`` where it fits whole,
+            does not fit at all, or that is not known.
     """
 
     row: CardRow
@@ -100,12 +100,12 @@ class AskedStep:
     """Holds a train step that cards are asked about.
 
     Args:
-        model: compiled.
+        model: a compiled model.
         batch: arrays, specs or a batch size.
-        backend_of: makes the backend that compiles for a card, of the framework Keras runs on.
+        backend_of: function that makes the backend for a card, on the framework that Keras runs on.
         margin: share of a card's usable memory that is kept free.
         time_limit_s: seconds of solving for each card, compiling not counted.
-        seed: for the solver.
+        seed: seed of the solver's random choices.
 
     Attributes:
         layers: layer → bytes of its activations at the plain peak; empty before the first card.
@@ -122,7 +122,7 @@ class AskedStep:
         seed: int,
     ):
         self._model, self._batch, self._backend_of = model, batch, backend_of
-        self._train_step = model.train_step  # JAX finds what it traced for as long as this lives
+        self._train_step = model.train_step  # JAX finds its trace for as long as this lives
         self._margin, self._time_limit_s, self._seed = margin, time_limit_s, seed
         self._traced: list[TracedStep] = []  # one for all cards on which XLA sees the same ops
         self._doubled: dict[str, Graph] = {}  # by fingerprint: the same step, of twice the batch
@@ -133,7 +133,7 @@ class AskedStep:
 
         Args:
             targets: the cards.
-            tell: is called with a row as soon as its verdict is known.
+            tell: function that is called with a row as soon as its verdict is known.
 
         Raises:
             UnsupportedModelError: the step cannot be traced.
@@ -144,12 +144,12 @@ class AskedStep:
                 judged = self._early(begun[at])
                 if judged.row.verdict is not None:
                     tell(judged.row)
-                if at + _OPTIONS.ahead < len(targets):  # not before an answer that waits to be told
+                if at + _OPTIONS.ahead < len(targets):  # after the answer that is ready
                     begun.append(self._begin(targets[at + _OPTIONS.ahead], compiler))
                 yield judged.row if judged.row.verdict is None else self._with_batches(judged)
 
     def _begin(self, target: Target, compiler: ThreadPoolExecutor) -> _Begun:
-        """Has Keras's own step compiled for a card, beside what goes on here."""
+        """Starts to compile Keras's own step for a card, in another thread."""
         backend = self._backend_of(target)
         usable = target.usable_bytes or target.total_bytes or 0
         row = CardRow(
@@ -164,8 +164,8 @@ class AskedStep:
         return _Begun(row, Limit(usable, self._margin), backend, traced, problem, compiled)
 
     def _early(self, begun: _Begun) -> _Begun:
-        """Returns the same with a row that has its verdict, or the remark that the compiler refuses
-        the card."""
+        """Returns ``begun`` with the verdict in its row, or with the compiler's refusal as the
+        remark."""
         try:
             begun.compiled.result()
             judged = self._judged(begun)
@@ -189,7 +189,7 @@ class AskedStep:
         return traced, Problem(traced.graph, profile, name=self._model.name)
 
     def _judged(self, begun: _Begun) -> _Begun:
-        """Returns the same with a row that has its verdict, and what that rests on."""
+        """Returns ``begun`` with the verdict in its row, and the numbers that it rests on."""
         row, backend, problem, limit = begun.row, begun.backend, begun.problem, begun.limit
         store_all = Schedule.store_all(problem.graph)
         plain_bytes = backend.memory.peak_bytes(problem, store_all)
@@ -295,11 +295,13 @@ class AskedStep:
         return replace(row, max_batch_plain=plain, max_batch_planned=planned)
 
     def _largest(self, begun: _Begun, scaling: Scaling, multiple: int = 1) -> tuple[int, int, str]:
-        """Returns the largest batches by prediction, plain and with a plan, 0 where not one sample
-        fits, and why there is no larger one.
+        """Returns the largest batch sizes by prediction, plain and with a plan, and why none is
+        larger.
+
+        A size is 0 where not one sample fits.
 
         Args:
-            multiple: sizes are multiples of it.
+            multiple: number that all sizes are multiples of.
         """
         try:
             search = search_batch_size(
@@ -327,5 +329,5 @@ class AskedStep:
 
 
 def _and_told(row: CardRow, sentence: str) -> CardRow:
-    """Returns a row that says one sentence more."""
+    """Returns a row with one sentence more in its remark."""
     return replace(row, remark=f"{row.remark} {sentence}".lstrip())

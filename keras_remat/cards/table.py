@@ -1,15 +1,15 @@
-"""The cards that a step can be compiled for.
+"""Lists the cards that a step can be compiled for.
 
 Sources: NVIDIA's data sheets and architecture white papers (Turing, Volta, Ampere GA100 and GA102,
 Ada, Hopper, Blackwell) for units, clocks, caches, bandwidth and arithmetic, dense, without
 sparsity; the CUDA C++ programming guide, table "Technical specifications per compute capability",
-for shared memory and threads; what the driver shows of a card for its memory, which is less than
-its name says and rounded here. Arithmetic of 32-bit products is TF32's where a card has it, which
-is what JAX and TensorFlow use by default; of 16-bit ones, float16's summed in 32 bits. T4 and V100
-have no units for bfloat16, which the table does not tell apart.
+for shared memory and threads; the driver for a card's memory, which is less than its name says and
+is rounded here. Arithmetic of 32-bit products is TF32's where a card has it, which is what JAX and
+TensorFlow use by default; of 16-bit ones, float16's summed in 32 bits. T4 and V100 have no units
+for bfloat16, which the table does not tell apart.
 
-JAX takes three quarters of a card by default, which is what ``usable_bytes`` says; an option gives
-it more, and newer versions may grow to all of it.
+``usable_bytes`` is three quarters of a card, which JAX takes by default; an option gives it more,
+and newer versions may grow to all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from keras_remat.core.target import Chip, Target, gpu_rates
 from keras_remat.units import GIB, KIB, LEAST_LIMIT, MIB, parse_bytes
 
 USABLE_SHARE = 0.75
-#: How a card that the table does not know is told.
+#: Example of a text that describes a card that the table does not know.
 EXAMPLE = "RTX4070:memory=11.7GiB,capability=8.9,bandwidth=504,tflops=29"
 
 _SHARED = {  # KiB of shared memory of a multiprocessor, of a block; threads of a multiprocessor
@@ -104,19 +104,19 @@ CARDS = {
 
 
 def card(name: str) -> Target:
-    """Returns a card of the table, whatever the case of its name, or one of one's own.
+    """Returns a card of the table by its name, in any case, or a card of the user's own.
 
-    ``"RTX3060:memory=8GiB"`` is a card of the table of which something is different, and is called
-    by this text. ``"RTX4070:memory=11.7GiB,capability=8.9,bandwidth=504,tflops=29"`` is a card that
-    the table does not know, and is called by what stands before the colon. ``bandwidth`` is in
-    GB/s; ``tflops`` are those of 32-bit matrix products (TF32's, where the card has it),
-    ``half_tflops`` of 16-bit ones; ``cores`` are multiprocessors. What is not said is as on the
-    card of the table that is nearest by capability and arithmetic, and the cores are in proportion
-    to that.
+    ``"RTX3060:memory=8GiB"`` is a card of the table with a changed property, and the whole text is
+    its name. ``"RTX4070:memory=11.7GiB,capability=8.9,bandwidth=504,tflops=29"`` is a card that the
+    table does not know, and the text before the colon is its name. ``bandwidth`` is in GB/s;
+    ``tflops`` are those of 32-bit matrix products (TF32's, where the card has it), ``half_tflops``
+    of 16-bit ones; ``cores`` are multiprocessors. Properties that the text does not give are those
+    of the card of the table that is nearest by capability and arithmetic; the cores are in
+    proportion to the arithmetic.
 
     Raises:
-        ValueError: the table does not know the name, and the text does not say what the card is
-            like; or what it says makes no sense.
+        ValueError: the table does not know the name, and the text does not describe the card; or a
+            property makes no sense.
     """
     known = {key.lower(): target for key, target in CARDS.items() if key}
     plain, colon, told = (part.strip() for part in name.partition(":"))
@@ -151,7 +151,7 @@ def _unknown(name: str, known: Mapping[str, Target]) -> str:
 
 
 def _told(name: str, told: str) -> dict[str, Any]:
-    """Returns key → number of what stands behind the colon of a card's name.
+    """Reads the text behind the colon of a card's name; returns key → value.
 
     Raises:
         ValueError: an unknown key, one that comes twice, or a value that makes no sense.
@@ -191,7 +191,7 @@ def _capability(text: str, what: str) -> tuple[int, int]:
     return capability
 
 
-#: What a card's text may say → what reads it.
+#: Property that a card's text may give → function that reads it.
 _READ: dict[str, Callable[[str, str], Any]] = {
     "memory": lambda text, what: parse_bytes(text, what=what, least=LEAST_LIMIT),
     "capability": _capability,
@@ -204,8 +204,11 @@ _NEEDED = ("memory", "capability", "bandwidth", "tflops")
 
 
 def _nearest(capability: tuple[int, int], tflops: float) -> Target:
-    """Returns the card of the table from which a new one gets what nobody says of it: of the
-    nearest capability that is no higher, the one of the nearest arithmetic."""
+    """Returns the card of the table that gives a new card its missing properties.
+
+    It is the card of the nearest arithmetic among those of the nearest capability that is no
+    higher.
+    """
     family = max(one for one in _SHARED if one <= capability)
     return min(
         (target for target in CARDS.values() if target.capability == family),
@@ -214,7 +217,7 @@ def _nearest(capability: tuple[int, int], tflops: float) -> Target:
 
 
 def _changed(base: Target, own: Mapping[str, Any], name: str) -> Target:
-    """Returns a card of which some of what is known is different."""
+    """Returns a card with some properties changed."""
     assert base.chip is not None
     rates, total = base.rates, own.get("memory", base.total_bytes)
     flops_per_s = own["tflops"] * 1e12 if "tflops" in own else 1 / rates.seconds_per_flop

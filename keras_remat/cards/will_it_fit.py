@@ -1,12 +1,12 @@
-"""Will it fit? Asked of cards that need not be there, before anything is run or rented.
+"""Answers "will it fit?" for cards that need not be there, before anything is run or rented.
 
 The answer comes from a process of its own, with Keras on JAX and no device but the CPU
 (:mod:`keras_remat.cards.process`). So it is the same whatever backend, device or environment the
 caller has, and the caller's memory stays as it is. The model goes there as Keras saves it, without
-weights. A model that does not run on JAX is asked about in a process with Keras on TensorFlow,
-whose step is compiled by the same compiler.
+weights. For a model that does not run on JAX, the process has Keras on TensorFlow, whose step is
+compiled by the same compiler.
 
-Known limits: a model's own classes must be found there by import; neither cuDNN's nor cuBLAS's
+Known limits: the process must be able to import a model's own classes; neither cuDNN's nor cuBLAS's
 scratch memory is in the bytes.
 """
 
@@ -72,9 +72,9 @@ def will_it_fit(
             ``"tokens=128"``.
         margin: share of a card's usable memory that is kept free.
         time_limit_s: seconds of solving for each card; compiling comes on top.
-        seed: for the solver.
-        progress: is called with a card's row as soon as its verdict is known, and again when the
-            row is complete.
+        seed: seed of the solver's random choices.
+        progress: function that is called with a card's row as soon as its verdict is known, and
+            again when the row is complete.
 
     Raises:
         MissingPackageError: the extra ``cards`` is not installed.
@@ -208,8 +208,8 @@ def _report_on(framework: str, request: Request, progress: Callable[[CardRow], N
     """Returns the answer of a process with Keras on a framework.
 
     Raises:
-        NotTakenError: the model does not run on it.
-        RematError, ValueError, TypeError, ImportError, OSError: it cannot be answered.
+        NotTakenError: the model does not run on the framework.
+        RematError, ValueError, TypeError, ImportError, OSError: the request cannot be answered.
     """
     names = [target.name for target in request.targets]
     report = CardReport(batch_size=0, rows=())
@@ -230,15 +230,15 @@ def _report_on(framework: str, request: Request, progress: Callable[[CardRow], N
 
 
 def _messages(request: Request, framework: str) -> Iterator[tuple[str, Any]]:
-    """Yields what a process with Keras on a framework says, until it is done.
+    """Yields the messages of a process with Keras on a framework, until it is done.
 
     Raises:
-        UnsupportedModelError: it ended before.
+        UnsupportedModelError: the process ended before.
     """
     with TemporaryDirectory(prefix="keras_remat_", ignore_cleanup_errors=True) as folder:
         asked, errors = Path(folder) / "request", Path(folder) / "errors"
         asked.write_bytes(pickle.dumps(request))
-        # killed as soon as it has answered, it leaves its own temporary files
+        # the process is killed as soon as it has answered, and so leaves its temporary files
         variables = {**interpreter.for_cards(framework), "TMPDIR": folder}
         with errors.open("wb") as error_stream:
             child = interpreter.start(
