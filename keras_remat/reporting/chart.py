@@ -1,11 +1,11 @@
-"""A picture as a record: axes, and what stands between them, whoever draws it.
+"""Holds a picture as a record: axes and shapes, in no drawing library's terms.
 
 :mod:`keras_remat.reporting.pictures` says what a picture shows, in bytes and seconds. The same
 record is drawn by matplotlib (:mod:`keras_remat.reporting.mpl`) for figures and as SVG text
 (:mod:`keras_remat.reporting.svg`) for pages, so that both show the same.
 
-The same thing has the same colour everywhere: a *look* is a key of :data:`COLORS`, which a page may
-draw otherwise in a dark theme, or a colour. The palette is Okabe and Ito's, which colour-blind
+The same thing has the same colour everywhere. A *look* is a colour, or a key of :data:`COLORS`,
+which a page may draw otherwise in a dark theme. The palette is Okabe and Ito's, which colour-blind
 readers tell apart.
 """
 
@@ -33,7 +33,7 @@ COLORS = {
     BACKWARD: "#e69f00",
     UPDATE: "#009e73",
 }
-#: Numbers along an axis, at most, beside 0.
+#: Most numbers along an axis, without 0.
 _MOST_STEPS = 5
 _LAYERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6fc0", "#b0b000")
 _OTHERS = {REST: "#b8bfc7", WORKSPACE: "#5f6b76", RESIDENT: COLORS["resident"]}
@@ -47,12 +47,12 @@ def layer_colors(names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Is drawn.
+    """Is the base of all shapes that a chart draws.
 
     Args:
-        look: a key of :data:`COLORS`, or a colour; empty for what a page shows on hover only.
-        label: its name in the legend, which shapes share; empty for none.
-        title: what a page says on hover; the label where it is empty.
+        look: a key of :data:`COLORS`, or a colour; empty for a shape that is seen on hover only.
+        label: name in the legend, which several shapes may share; empty for none.
+        title: text that a page shows on hover; the label where it is empty.
     """
 
     look: str
@@ -80,7 +80,7 @@ class Bar(Shape):
 
 @dataclass(frozen=True)
 class Steps(Shape):
-    """Goes in steps: has heights, and the edges between which they hold."""
+    """Draws a stepped curve: heights, and the edges between which they hold."""
 
     edges: Sequence[float] = ()
     heights: Sequence[float] = ()
@@ -95,7 +95,7 @@ class Line(Shape):
 
 @dataclass(frozen=True)
 class Rule(Shape):
-    """Crosses the whole picture at an amount; one that is upright from its bottom to its top."""
+    """Crosses the whole picture at an amount, from bottom to top where it is upright."""
 
     at: float = 0.0
     upright: bool = False
@@ -103,13 +103,13 @@ class Rule(Shape):
 
 @dataclass(frozen=True)
 class Axis:
-    """Says what is shown along one side.
+    """Describes one side of a chart.
 
     Args:
-        name: what the amounts are.
+        name: name of the amounts along the axis.
         high, low: amounts at the ends.
-        unit: what they are counted in.
-        ticks: amount → its name, where amounts are not numbered; empty for no names.
+        unit: unit of the amounts; empty for plain numbers.
+        ticks: amount → its name, where the axis shows no numbers; empty for no names.
         downward: whether the lowest amount is at the top.
     """
 
@@ -159,7 +159,7 @@ class Chart:
 
     @property
     def legend(self) -> dict[str, str]:
-        """Returns label → look of what is named."""
+        """Returns label → look of the shapes that have a label."""
         return {shape.label: shape.look for shape in self.shapes if shape.label}
 
 

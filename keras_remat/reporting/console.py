@@ -1,12 +1,12 @@
-"""What a terminal, a file or a notebook shows while a ``fit`` runs.
+"""Shows progress on a terminal, in a file or in a notebook while a ``fit`` runs.
 
-Keras redraws its progress bar in place: it goes back to the start of the line and writes over what
-is there. So on a terminal everything here takes the line the cursor is in, and leaves the cursor at
-the start of an empty one; Keras's bar then comes back as it was. A file and a notebook keep what
-was written once, so they get whole lines, on a line of their own, and only for what takes long.
+Keras redraws its progress bar in place: it goes back to the start of the line and writes over it.
+So on a terminal this module takes the line the cursor is in, and leaves the cursor at the start of
+an empty one; Keras's bar then comes back as it was. A file and a notebook keep all that is written,
+so they get whole lines, and only for tasks that take long.
 
-* A task is drawn when it begins and ticks twice a second, from a thread: what takes long is often
-  one call into a framework.
+* A task is drawn when it begins and ticks twice a second, from a thread: a long task is often one
+  call into a framework.
 * Tasks that have ended are summed up in one line when the step is swapped, or when ``fit`` ends.
 * Lines are under 80 columns wide, on a wider terminal 100, and never wider than it.
 
@@ -35,12 +35,13 @@ from keras_remat.reporting.fit_report import WIDTH, AutotuneReport
 from keras_remat.reporting.text import percent_over
 from keras_remat.units import byte_unit, format_seconds
 
-#: Columns that a terminal gets at most.
+#: Most columns on a terminal.
 _MOST = 100
 _NAME = "keras_remat  "
-#: Seconds between two drawings on a terminal; after how many a file gets a line, and then again.
+#: Seconds between two drawings on a terminal, before a file's first line, and between its later
+#: lines.
 _TICK_S, _LONG_S, _AGAIN_S = 0.5, 1.0, 30.0
-#: Tasks that took less are not worth a word in the end.
+#: Tasks that took fewer seconds are left out of the summary.
 _SHORT_S = 0.05
 
 
@@ -48,12 +49,12 @@ class Console:
     """Shows tasks, the swap and the verdict of one ``fit``.
 
     Args:
-        stream: where to; ``None`` is standard output, where Keras's bar is.
+        stream: the stream to write to; ``None`` is standard output, where Keras's bar is.
         verbose: 0 shows nothing, 1 tasks, swap and verdict, 2 every event instead of tasks.
         ticking: whether a thread draws the running task again and again.
 
     Attributes:
-        bar_is_open: set by the callback: whether Keras's bar stands in the current line. A file or
+        bar_is_open: whether Keras's bar stands in the current line; the callback sets it. A file or
             a notebook then gets a line break first.
     """
 
@@ -74,8 +75,10 @@ class Console:
         self.bar_is_open = False
 
     def __reduce__(self) -> tuple[type[Console], tuple[None, int]]:
-        """Makes a copy a console of its own: searches over hyperparameters copy callbacks, and
-        send them to other processes."""
+        """Gives a copy a console of its own.
+
+        Searches over hyperparameters copy callbacks, and send them to other processes.
+        """
         return Console, (None, self._verbose)
 
     # ---------------------------------------------------------------- tasks
@@ -85,8 +88,8 @@ class Console:
         """Shows that something takes time, from now until the block is left.
 
         Args:
-            text: begins with what is being done, as in ``"solving for the schedule"``; that word
-                alone stays in the summary, or ``"planning"`` where it is no such word.
+            text: what is being done, such as ``"solving for the schedule"``. The summary shows its
+                first word, or ``"planning"`` where that word does not end in "ing".
         """
         task = _Task(text, self._clock())
         self._running.append(task)
@@ -111,7 +114,7 @@ class Console:
                 self._clear()
 
     def tick(self) -> None:
-        """Draws the running task as it is now; a file gets a line when it takes long."""
+        """Draws the running task as it is now; a file gets a line only if the task takes long."""
         with self._lock:
             if self._verbose != 1 or not self._running:
                 return
@@ -131,7 +134,7 @@ class Console:
     # ---------------------------------------------------------------- lines that stay
 
     def swap_line(self, plan: PlanRecord, limit_bytes: int) -> None:
-        """Says what the tasks took, and what the step of a new plan is predicted to take."""
+        """Shows the tasks' times, and the predicted peak and time of a new plan's step."""
         self.tasks_line()
         plain_bytes, plan_bytes = plan.store_all.peak_bytes, plan.predicted.peak_bytes
         name, unit = byte_unit(max(plain_bytes, plan_bytes))
@@ -145,7 +148,7 @@ class Console:
         )
 
     def tasks_line(self) -> None:
-        """Sums up the tasks since the last such line, where there were any."""
+        """Shows one line with the tasks since the last such line, if there were any."""
         parts = [
             f"{word} {format_seconds(float(f'{seconds:.2g}'))}"
             for word, seconds in self._done.items()
@@ -156,7 +159,7 @@ class Console:
             self._say(" · ".join(parts))
 
     def event(self, step: int, kind: str, message: str) -> None:
-        """Shows an event where everything is shown."""
+        """Shows an event, if all events are shown."""
         if self._verbose == 2:
             self._say(f"step {step}: {kind}: {message}")
 
@@ -225,7 +228,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 @dataclass(eq=False)
 class _Task:
-    """Tells of something that runs, and after how many seconds a file gets the next line of it."""
+    """Holds a running task, and the seconds after which a file gets the next line on it."""
 
     text: str
     began_s: float

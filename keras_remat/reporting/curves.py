@@ -1,8 +1,8 @@
-"""What tables and pictures show of a schedule, as numbers: bytes over time, phases, holders.
+"""Computes a schedule's numbers for tables and pictures: bytes over time, phases, holders.
 
 Everything is derived from the order by the one memory semantics (:mod:`keras_remat.core.simulate`).
-Time is the sum of op times: a picture over positions would give a thousand tiny ops of an optimizer
-more room than the forward phase.
+The x axis is the sum of op times and not the position: over positions, a thousand tiny ops of an
+optimizer would get more room than the forward phase.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Curve:
     def thinned(self, most: int) -> tuple[list[float], list[int]]:
         """Returns edges in seconds and bytes between, for a picture ``most`` steps wide.
 
-        Positions that are shorter than that are drawn as one, at their highest: peaks stay true,
+        Positions shorter than one such step are joined, at their highest: peaks stay true, but
         short valleys between them do not show.
         """
         least_s = self.starts_s[-1] / most
@@ -82,10 +82,10 @@ class Curve:
 
     @cached_property
     def bands(self) -> list[tuple[str, int, int]]:
-        """Returns phase, first position and end of the bands that the step falls into.
+        """Returns the bands that the step falls into, each as phase, first position and end.
 
         An order mixes phases: updates follow their gradients, scalars of the optimizer come first.
-        A border lies where it leaves least time on its wrong side.
+        A border lies where the ops on its wrong side take the least time.
         """
         n = len(self.schedule.order)
         phases = {self.problem.graph.ops[op].phase for op in self.schedule.order}
@@ -100,7 +100,8 @@ class Curve:
         ]
 
     def _border(self, before: set[str], after: set[str]) -> int:
-        """Returns the position with least time of ``before`` behind it and of ``after`` before."""
+        """Returns the position with least time of ``before`` behind it and of ``after`` before
+        it."""
         wrong = best = 0.0
         border = 0
         for k in self._first_runs:
@@ -143,8 +144,10 @@ class Curve:
         return last_reads(self.problem, self.schedule)
 
     def holders(self, position: int) -> dict[str, int]:
-        """Returns layer → bytes it holds at a position, most first; with :data:`RESIDENT` and
-        :data:`WORKSPACE`, they add up to the bytes alive."""
+        """Returns layer → bytes that it holds at a position, most first.
+
+        With :data:`RESIDENT` and :data:`WORKSPACE`, they add up to the bytes alive.
+        """
         if not self.live:
             return {RESIDENT: self.problem.profile.resident_bytes}
         names, running = self._layers, self.schedule.order[position]
@@ -169,13 +172,13 @@ class Group:
     """Says what a plan does to a layer, a block or an op.
 
     Args:
-        name: of the group.
-        ops: how many ops it has.
-        kept_bytes: what it holds when the backward phase begins.
-        plain_bytes: what it would hold there without recomputation.
-        recomputed: how many of its ops run more than once.
-        runs: how many runs there are beyond the first ones.
-        added_s: seconds those runs take.
+        name: name of the group.
+        ops: number of its ops.
+        kept_bytes: bytes that it holds when the backward phase begins.
+        plain_bytes: bytes that it would hold then without recomputation.
+        recomputed: number of its ops that run more than once.
+        runs: number of runs beyond the first run of each op.
+        added_s: seconds that those runs take.
     """
 
     name: str
@@ -217,9 +220,9 @@ class Interval:
     """Says from when to when a value stays in memory.
 
     Args:
-        value_id: whose.
-        begin, end: positions of the order at which it is computed and read last.
-        again: whether it was there before and is computed anew.
+        value_id: id of the value.
+        begin, end: positions of the order at which the value is computed, and read last.
+        again: whether the value was in memory before and is computed anew.
     """
 
     value_id: int
@@ -229,11 +232,11 @@ class Interval:
 
 
 def intervals(curve: Curve, most: int | None = None) -> list[Interval]:
-    """Returns stays in memory, in the order of the graph.
+    """Returns the stays of values in memory, in the order of the graph.
 
     Args:
-        most: of so many of the largest values only, and of none that is read at once and so does
-            not stay; ``None`` for all.
+        most: number of values, the largest ones, whose stays are returned; values that are read at
+            once, and so do not stay, are then left out. ``None`` for all values.
     """
     values = curve.problem.graph.values
     stays: dict[int, list[Interval]] = {}
@@ -252,7 +255,7 @@ def top_holders(curves: list[Curve], most: int) -> list[dict[str, int]]:
     """Returns who holds the peak of each curve, with the same groups in each.
 
     Args:
-        most: layers that are named; the others are summed up as :data:`REST`.
+        most: number of layers that are named; the others are summed up as :data:`REST`.
     """
     held = [curve.holders(curve.peak_position) for curve in curves]
     sums: Counter[str] = Counter()

@@ -1,7 +1,6 @@
-"""What ``RematAutotune`` did and what it gained: events as they happened, epochs as they were
-measured.
+"""Reports what ``RematAutotune`` did and gained: events as they came, epochs as measured.
 
-Every number says where it is from: ``baseline_source`` is ``"measured"`` when plain steps ran,
+Every number has its source: ``baseline_source`` is ``"measured"`` when plain steps ran,
 ``"predicted"`` when they never could; ``peaks_source`` says the same of peaks.
 """
 
@@ -41,12 +40,12 @@ class AutotuneReport(ReportRecord):
         max_batch_size: the largest batch found to fit; ``None`` when none was searched for.
         batch_size: samples per executed step now.
         baseline: seconds and peak of one plain step of ``baseline_batch_size`` samples.
-        baseline_source: whether plain steps ran or were predicted.
+        baseline_source: whether the plain step was measured or predicted.
         epochs, events: in order.
         plan: the plan in force at the end; ``None`` where the plain step runs.
-        phase_peak_bytes: the most in use in the phases beside training: ``"validation"`` inside
-            ``fit``, and ``"between steps"``; without those of which nothing is known.
-        predicted_phases: those of them whose peak was predicted: nothing on the device counts it.
+        phase_peak_bytes: phase beside training → most bytes in use: ``"validation"`` inside
+            ``fit``, and ``"between steps"``; a phase of which nothing is known is missing.
+        predicted_phases: phases whose peak was predicted, because nothing on the device counts it.
         setup_s: seconds of set-up before the first plan trained; ``None`` where none has.
         setup_limit_s: seconds after which set-up improved no plan any more.
     """
@@ -76,7 +75,7 @@ class AutotuneReport(ReportRecord):
             write_json(self.to_dict(), path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON object of a report file; its plan is that of a plan file."""
+        """Returns the JSON object of a report file, whose plan is as in a plan file."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -154,7 +153,7 @@ class AutotuneReport(ReportRecord):
         ).rstrip()
 
     def _phase_row(self, phase: str) -> str:
-        """Returns the row of another phase than training."""
+        """Returns the row of a phase other than training."""
         peak, limit = self.phase_peak_bytes[phase], self.limit_bytes
         share = f"{100 * peak / limit:.0f} %" if limit else "-"
         verdict = "limit NOT KEPT" if limit and peak > limit else ""
@@ -208,7 +207,7 @@ def load_report(
     """Reads a report file.
 
     Args:
-        read_plan: makes a plan of its JSON object and the name of the file.
+        read_plan: function that makes a plan from its JSON object and the file's name.
 
     Raises:
         InvalidProblemError: malformed; the message names the file and the field.

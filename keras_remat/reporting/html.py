@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a plan, a problem or a whole ``fit``.
+"""Writes one self-contained HTML page about a plan, a problem or a whole ``fit``.
 
 The page holds its style and its pictures and refers to nothing outside, because it is mailed around
 and opened offline; a policy in its head forbids loading anything, and scripts. It follows the
@@ -82,7 +82,7 @@ def report_page(report: ReportRecord) -> str:
 
 
 def report_body(report: ReportRecord) -> str:
-    """Returns what the page about a ``fit`` shows, without its head."""
+    """Returns the body of the page about a ``fit``."""
     parts = [_tiles(_report_tiles(report))]
     if report.plan is not None:
         parts.append(_pictures(report.plan, report.limit_bytes))
@@ -110,7 +110,7 @@ def plan_page(planned: PlanRecord) -> str:
 
 
 def plan_body(planned: PlanRecord) -> str:
-    """Returns what the page about a plan shows, without its head."""
+    """Returns the body of the page about a plan."""
     head, *rows = usage_rows(planned)
     return "".join(
         [
@@ -269,7 +269,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, escaped: bool =
 
 
 def _versions(device: str) -> str:
-    """Packages that are installed here, and the device that was measured."""
+    """Shows the packages that are installed here, and the device that was measured."""
     rows = [("device", device)] if device else []
     rows += [("Python", platform.python_version()), *versions().items()]
     return f"<h2>Versions and device</h2>{table(('', ''), rows)}"

@@ -1,4 +1,4 @@
-"""Which Keras layer an op belongs to, read from the names the framework gave.
+"""Finds the Keras layer that an op belongs to, from the names that the framework gave.
 
 A framework opens a name scope for every layer it calls, and the scopes are in the ops' names:
 
@@ -14,7 +14,7 @@ Nested models and layers keep their path: ``encoder/block_0/norm``. An op withou
 sum of gradients, belongs where its first input comes from. Ops of the loss and the optimizer are
 groups of their own.
 
-Known limit: names are all there is. A layer whose name is that of a TensorFlow function
+Known limit: names are the only source. A layer whose name is that of a TensorFlow function
 (``moments``) is not seen as a layer, and what a ``train_step`` of the user's computes outside of
 layers is shown under :data:`OTHER`.
 """

@@ -14,7 +14,8 @@ from typing import Any
 from keras_remat.errors import MissingPackageError
 from keras_remat.reporting.chart import COLORS, Band, Bar, Chart, Line, Rule, Shape, Steps
 
-#: Inches; what matplotlib leaves out of a legend; how lines are drawn that are not whole.
+#: Width of a figure in inches, a label that matplotlib leaves out of a legend, and look → style of
+#: lines that are not solid.
 _WIDTH, _UNNAMED = 8.0, "_nolegend_"
 _RULES = {"limit": "--", "resident": ":"}
 
@@ -80,7 +81,7 @@ def _draw_one(axes: Any, shape: Shape, style: dict[str, Any]) -> None:
 
 
 def _plain_text(text: str) -> str:
-    """Returns a text that matplotlib takes for no formula."""
+    """Returns a text in which matplotlib sees no formula."""
     return text.replace("$", r"\$")
 
 

@@ -1,4 +1,4 @@
-"""What the pictures of plans, reports and searches show, as charts.
+"""Makes the charts of plans, reports and searches.
 
 Figures and pages draw the same charts (:mod:`keras_remat.reporting.chart`).
 """
@@ -27,13 +27,13 @@ from keras_remat.reporting.records import ReportRecord
 from keras_remat.reporting.tables import readable
 from keras_remat.units import format_bytes, format_rate
 
-#: Graphs with up to so many ops are shown as the Checkmate paper's stage × op picture.
+#: Most ops of a graph that is shown as the Checkmate paper's stage × op picture.
 SMALL_GRAPH = 200
-#: Layers that are named, values that have a row, positions that a curve is drawn with, and columns
-#: that say on hover what runs and who holds most.
+#: Most layers with a name, most values with a row, most points of a curve, and number of columns
+#: that tell on hover which op runs and which layers hold most.
 LAYERS, _ROWS, MAX_POINTS, _COLUMNS = 8, 48, 1000, 120
 _NAME = 34
-#: Space above the highest amount.
+#: Top of an axis, over the highest amount.
 _AIR = 1.08
 
 
@@ -41,7 +41,7 @@ def plan(planned: PlanRecord, kind: str, limit_bytes: int | None = None) -> Char
     """Returns a picture of a plan.
 
     Args:
-        kind: one of ``Plan.plot`` but ``"overhead"``.
+        kind: a kind of ``Plan.plot``, except ``"overhead"``.
         limit_bytes: the memory limit, which is drawn instead of the budget where it is known.
 
     Raises:
@@ -79,7 +79,7 @@ def report(told: ReportRecord, kind: str) -> tuple[Chart, ...]:
 
 
 def limit_of(planned: PlanRecord, limit_bytes: int | None) -> tuple[str, int]:
-    """Returns name and bytes of what a plan is to stay under."""
+    """Returns name and bytes of the limit or budget that a plan is to stay under."""
     return ("budget", planned.budget_bytes) if limit_bytes is None else ("limit", limit_bytes)
 
 
@@ -90,14 +90,14 @@ def memory(
     *,
     hover: bool = False,
 ) -> Chart:
-    """Returns bytes alive over the time of a step.
+    """Returns a chart of the bytes alive over the time of a step.
 
     Args:
         curves: name → curve. The name, ``"plain"`` or ``"plan"``, sets its look. The last curve
             also gives the phases and the texts on hover.
         limit: name and bytes of a dashed line.
         measured: the measured peak of the last curve's step.
-        hover: whether columns show what runs and which values are largest.
+        hover: whether columns tell on hover which op runs and which layers hold most.
     """
     last = list(curves.values())[-1]
     resident = last.problem.profile.resident_bytes
@@ -122,7 +122,7 @@ def memory(
 
 
 def holders(curves: Mapping[str, Curve], limit: tuple[str, int] | None) -> Chart:
-    """Returns one bar per curve, stacked by the layers that hold its peak."""
+    """Returns a chart with one bar per curve, stacked by the layers that hold its peak."""
     rows = top_holders(list(curves.values()), LAYERS)
     ends = [0] * len(rows)
     shapes: list[Shape] = []
@@ -149,7 +149,7 @@ def held_colors(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
 
 
 def stays(curve: Curve) -> Chart:
-    """Returns when the largest values are in memory, one row each."""
+    """Returns a chart of when the largest values are in memory, one row each."""
     found = intervals(curve, _ROWS)
     rows = {value: at for at, value in enumerate(dict.fromkeys(s.value_id for s in found))}
     shapes = _phases(curve)
@@ -167,7 +167,8 @@ def stays(curve: Curve) -> Chart:
 
 
 def stages(curve: Curve) -> Chart:
-    """Returns the R and S matrices of the Checkmate paper (its figure 3), read off the order."""
+    """Returns a chart of the Checkmate paper's R and S matrices (its figure 3), read off the
+    order."""
     order = curve.schedule.order
     stage_of: list[int] = []
     seen: set[int] = set()
@@ -198,7 +199,7 @@ def stages(curve: Curve) -> Chart:
 
 
 def overhead(planned: PlanRecord, points: Sequence[tuple[int, float]]) -> Chart:
-    """Returns the overhead (a ratio) against the budget in bytes, with the plan's own point."""
+    """Returns a chart of the overhead (a ratio) by budget in bytes, with the plan's own point."""
     own = planned.budget_bytes, 100 * planned.overhead
     quick = [(budget, 100 * ratio) for budget, ratio in points]
     budgets, ratios = zip(own, *quick, strict=True)
@@ -214,7 +215,7 @@ def overhead(planned: PlanRecord, points: Sequence[tuple[int, float]]) -> Chart:
 def batch_sizes(
     points: Sequence[tuple[int, int, float, float]], limit_bytes: int
 ) -> tuple[Chart, ...]:
-    """Returns samples per second, and below it the peak, of the batch sizes that a search tried.
+    """Returns charts of samples per second and of the peak, by batch size that a search tried.
 
     Args:
         points: (batch size, peak in bytes, samples per second, overhead), one per size; an
@@ -239,8 +240,7 @@ def batch_sizes(
 
 
 def epochs(told: ReportRecord) -> tuple[Chart, ...]:
-    """Returns the speed, and below it the peak, of every epoch, against the plain step and the
-    limit.
+    """Returns charts of every epoch's speed and peak, against the plain step and the limit.
 
     Raises:
         ValueError: no epoch has ended.
@@ -289,13 +289,13 @@ def _limit(limit: tuple[str, int] | None, *, upright: bool = False) -> list[Shap
 
 
 def _phases(curve: Curve) -> list[Shape]:
-    """Returns the phases of a step as coloured ground."""
+    """Returns the phases of a step as coloured bands."""
     at = curve.starts_s
     return [Band(phase, phase, at[begin], at[end]) for phase, begin, end in curve.bands]
 
 
 def _columns(curve: Curve) -> list[Band]:
-    """Returns invisible columns that tell the layers at their highest position."""
+    """Returns invisible columns that tell on hover which op runs and which layers hold most."""
     columns, at, n = [], 0, len(curve.live)
     total_s = curve.starts_s[-1]
     while at < n:

@@ -1,4 +1,4 @@
-"""What is shown of a ``fit``, as numbers: what texts, pages and pictures ask of a report."""
+"""Holds the numbers of a ``fit`` that texts, pages and pictures show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from keras_remat.core.plan_record import PlanRecord
 from keras_remat.core.schedule import Usage
 
-#: An epoch that spent less on planning had no plan made in it.
+#: Seconds of planning below which no plan was made in an epoch.
 _NO_PLAN_S = 0.05
 
 
@@ -23,18 +23,18 @@ class Event:
 
 @dataclass(frozen=True)
 class EpochUsage:
-    """Says what one epoch took, by its train steps; planning and compiling are counted apart.
+    """Holds the usage of one epoch's train steps; planning and compiling are counted apart.
 
     Args:
-        epoch: as Keras counts it.
-        samples, steps: how many were trained.
-        step_time_s: seconds of training: inside steps, and between them for putting batches
-            together.
+        epoch: number of the epoch, as Keras counts.
+        samples, steps: numbers of samples and steps that were trained.
+        step_time_s: seconds of training, inside steps and for putting batches together between
+            them.
         planning_time_s: seconds spent tracing, solving and compiling during the epoch.
         peak_bytes: the allocator's highest peak over the measured steps.
         batch_size: samples per executed step at the epoch's end.
-        plain_samples_per_s: of the plain step, as far as it was known at the epoch's end; a
-            predicted one follows the steps of its epoch.
+        plain_samples_per_s: samples per second of the plain step, as known at the epoch's end; a
+            predicted rate follows the steps of its epoch.
     """
 
     epoch: int
@@ -90,10 +90,10 @@ class ReportRecord:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Returns the peak of the step that ran in the end, from ``peaks_source``; ``None`` while
-        unknown.
+        """Returns the peak of the last step that ran; ``None`` while unknown. See ``peaks_source``.
 
-        Peaks of an epoch in which plans were made are not all of the last plan.
+        Beside the last plan's measured peak, that of the last epoch counts only if no plan was made
+        in it: else it may be an earlier plan's.
         """
         if not self.epochs:
             return None
@@ -113,8 +113,8 @@ class ReportRecord:
 
     @property
     def baseline_peak_source(self) -> Literal["measured", "predicted"]:
-        """Returns whether the plain step's peak was measured; its time can be where the peak is
-        not."""
+        """Returns whether the plain step's peak was measured; its time may be even where its peak
+        is not."""
         return "predicted" if self.baseline_source == "predicted" else self.peaks_source
 
     @property

@@ -1,9 +1,9 @@
 """Draws charts as SVG text: sharp at any size, in the reader's light or dark theme, with names on
 hover.
 
-By hand rather than by matplotlib, which is optional, knows no themes and shows nothing on hover.
-Text is large in the picture's own units, so that it can be read where the page is as narrow as a
-phone. The page's style gives an element its colour by the class that is its look.
+The text is made here and not by matplotlib, which is optional, knows no themes and shows nothing on
+hover. Text is large in the picture's own units, so that it can be read where the page is as narrow
+as a phone. An element's class is its look, by which the page's style gives it its colour.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _LINE = 720, 96, 12, 12, 40, 24
 
 
 def escape(text: str) -> str:
-    """Returns ``text`` on one line, with all escaped that HTML or SVG would read."""
+    """Returns ``text`` on one line, with all characters escaped that mean something in HTML or
+    SVG."""
     return html.escape(readable(text), quote=True)
 
 
 def paint(kind: str, look: str) -> str:
-    """Returns the attributes that give an element its colour by the page's style; one without a
-    look is seen on hover only."""
+    """Returns the attributes that give an element its colour by the page's style.
+
+    An element without a look is seen on hover only.
+    """
     if not look:
         return 'class="hover"'
     if look in COLORS:
@@ -80,7 +83,7 @@ class _Drawing:
     # ---------------------------------------------------------------- axes
 
     def _numbers_below(self, axis: Axis) -> list[str]:
-        """Draws numbers below the picture, and what they are where they have no unit."""
+        """Draws numbers below the picture, and the axis's name where they have no unit."""
         low = self._height - self._bottom + _LINE
         parts = [_text(self._x(k), low, "middle", name) for k, name in axis.marked.items()]
         if not axis.unit:
@@ -177,7 +180,7 @@ class _Drawing:
 
 
 def _rect(shape: Shape, look: str, x: float, y: float, width: float, height: float) -> str:
-    """Draws a rectangle that says its title on hover; the names in it are shortened already."""
+    """Draws a rectangle that shows its title on hover; the names in it are shortened already."""
     title = html.escape(shape.title or shape.label)
     return (
         f"<rect {look} "

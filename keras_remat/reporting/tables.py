@@ -1,4 +1,4 @@
-"""Tables of plain text, and the one of what a schedule keeps and recomputes."""
+"""Makes tables of plain text, and the table of what a schedule keeps and recomputes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def readable(name: str) -> str:
 def table(
     rows: Iterable[Sequence[str]], *, indent: str = "", right: Sequence[int] = ()
 ) -> list[str]:
-    """Returns lines with the cells of ``rows`` in columns; ``right`` ones to the right."""
+    """Returns lines with the cells of ``rows`` in columns; those in ``right`` are aligned right."""
     cells = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
 
@@ -66,9 +66,9 @@ def counted(count: int, noun: str = "run") -> str:
 def summary_text(problem: Problem, schedule: Schedule, by: By = "layer") -> str:
     """Returns a table of what a schedule keeps and recomputes, by layer, block or op.
 
-    *Kept* is what a group holds when the backward phase begins, *saved* what it would hold there
-    without recomputation, less that. Groups that hold next to nothing and run once are left out;
-    the last line says how many.
+    *Kept* are the bytes that a group holds when the backward phase begins, *saved* those that it
+    would hold then without recomputation, less those kept. Groups that hold next to nothing and run
+    once are left out; the last line says how many.
 
     Args:
         by: ``"layer"``, ``"op"`` or ``"block"``.

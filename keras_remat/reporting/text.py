@@ -1,6 +1,6 @@
-"""What a person reads about a problem, a plan and its schedule, as plain text.
+"""Describes a problem, a plan and its schedule in plain text.
 
-Every function takes records and returns a string; files and terminals are the caller's.
+Every function takes records and returns a string; the caller writes it somewhere.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from keras_remat.reporting.records import ReportRecord
 from keras_remat.reporting.tables import counted, readable, table
 from keras_remat.units import format_bytes, format_rate, format_seconds
 
-#: Share of a peak from which on the arrays that it leaves out are told: less may as well be an
-#: error of prediction.
+#: Share of a peak above which the arrays that it leaves out are mentioned: fewer bytes may as well
+#: be an error of prediction.
 _UNCOUNTED_SHARE = 0.1
-#: Distributions whose versions are told, the first one that is installed of each row.
+#: Distributions whose versions are shown: of each row, the first one that is installed.
 _DISTRIBUTIONS = (
     ("keras-remat",),
     ("keras",),
@@ -254,8 +254,8 @@ def slices_text(slicing: Slicing) -> str:
 
 
 def uncounted_text(plan: PlanRecord) -> str:
-    """Returns a sentence on the arrays that peaks leave out, without an end; empty where those are
-    little beside the peak."""
+    """Returns a sentence, without its full stop, on the arrays that peaks leave out; empty where
+    these are small beside the peak."""
     held_bytes, peak_bytes = plan.uncounted_bytes, plan.predicted.peak_bytes
     if held_bytes <= _UNCOUNTED_SHARE * peak_bytes:
         return ""
@@ -285,7 +285,7 @@ def usage_rows(plan: PlanRecord) -> list[tuple[str, str, str, str, str]]:
 
 
 def epoch_rows(report: ReportRecord) -> list[list[str]]:
-    """Returns the rows of a table, the head first: what the steps of every epoch took."""
+    """Returns the rows of a table, the head first: the usage of every epoch's steps."""
     rows = [["epoch", "batch", "samples/s", "speedup", "peak", "in steps", "planning"]]
     for epoch, speedup in zip(report.epochs, report.speedups, strict=True):
         cells = [str(epoch.epoch), str(epoch.batch_size), format_rate(epoch.samples_per_s)]
@@ -302,7 +302,7 @@ def overhead_text(plan: PlanRecord, usage: Usage | None) -> str:
 
 
 def overhead_source(plan: PlanRecord) -> str:
-    """Names what a plan's overhead was computed from."""
+    """Returns the words for the source of a plan's overhead."""
     if plan.compiled is not None and plan.compiled.time_s != plan.predicted.time_s:
         return "what the compiler made of it"
     return f"{plan.profile_source} op times"
