@@ -1,4 +1,4 @@
-"""``RematAutotune``: Keras's life cycle, and nothing else.
+"""Defines ``RematAutotune``, which handles Keras's life cycle and nothing else.
 
 Keras makes the train function before ``on_train_begin``, looks it up at every step, and does not
 call ``on_train_end`` after an exception. So the replacement happens in ``on_train_begin``; the
@@ -37,7 +37,7 @@ from keras_remat.training.progress_bar import shorten_bars
 
 logger = logging.getLogger(__name__)
 
-#: Callbacks that write logs down as they get them.
+#: Callbacks that write logs as they get them, so keys that are added later are missing.
 _LOGGERS = ("CSVLogger", "TensorBoard")
 
 
@@ -56,17 +56,19 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             trained in micro-batches with summed gradients, where the backend can, with a warning.
         solver: a name in ``keras_remat.SOLVERS``; ``"auto"`` is ``"greedy"`` for compiled steps on
             TensorFlow.
-        solver_time_limit_s: seconds for the solver; less where the steps that are left cannot save
-            as much, unless ``cache_dir`` keeps the plan for other fits, and where set-up has taken
-            20 s, or 20 plain steps, before the first plan trains.
-        profile_steps: real training steps that are measured before the final plan is made.
+        solver_time_limit_s: most seconds for the solver. It gets fewer where the steps that are
+            left cannot save as much (unless ``cache_dir`` keeps the plan for other fits), and where
+            set-up has taken 20 s, or 20 plain steps if that is longer, before the first plan
+            trains.
+        profile_steps: number of real training steps that are measured before the final plan is
+            made.
         margin: share of the limit that is kept free.
         learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a
             changed batch size. It is scaled while a step runs; callbacks see the user's own.
         micro_batches: ``None`` splits a batch into micro-batches only where nothing else fits; an
-            int splits every batch into so many; it is then not made larger, whatever
-            ``batch_size`` is. ``"auto"``: where the plain step does not fit, the whole batch and
-            2, 4, 8 … micro-batches are trained in turn, each under a schedule of its own, and the
+            int splits every batch into this many; the batch is then not made larger, whatever
+            ``batch_size`` is. ``"auto"``: where the plain step does not fit, the whole batch and 2,
+            4, 8 … micro-batches are trained in turn, each under a schedule of its own, and the
             fastest within the limit stays; the batch is kept (``batch_size="keep"`` is implied,
             unless it is an int). On one device they are slices of the batch, with its numbers.
             Where an event says that gradients are summed, losses have to be means over the batch,
@@ -75,7 +77,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             planning.
         cache_dir: where plans are kept and found again by the graph's fingerprint.
         report_path: where the report is written when training ends.
-        seed: for the solver.
+        seed: seed of the solver's random choices.
         compilation: how a rematerialized step runs: ``"compiled"`` as one XLA program,
             ``"ordered"`` op by op by TensorFlow's executor, ``"auto"`` as the model trains: for
             ``jit_compile=True`` on TensorFlow both are measured and the faster one that keeps to
@@ -159,8 +161,10 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         return self._last[1] if self._session is None else self._session.problem
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy has: the arguments and what the last ``fit`` came to; tuners and
-        launchers copy callbacks. A copy belongs to no ``fit`` and no model."""
+        """Returns the state of a copy: the arguments and the results of the last ``fit``.
+
+        Tuners and launchers copy callbacks. A copy belongs to no ``fit`` and no model.
+        """
         of_no_fit = {"_session": None, "_model": None, "_undo_bars": _nothing}
         told = {"_last": (self.plan, self.problem), "_console": Console(verbose=0)}
         return vars(self) | of_no_fit | told
@@ -222,7 +226,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             self._tell_news()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        session = self._session  # another thread may end it
+        session = self._session  # another thread may end the session
         if session is not None:
             session.ended.append(batch)
 
@@ -268,7 +272,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             warnings.warn(f"keras_remat: the report is not saved: {error}", stacklevel=2)
 
     def _end(self) -> None:
-        """Gives the train function back, and what steps were made for it."""
+        """Gives the train function back, and frees the steps that were made for it."""
         self._undo_bars()
         if self._session is not None:
             self._last = self.plan, self.problem

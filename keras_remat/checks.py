@@ -1,4 +1,4 @@
-"""Checks arguments: what is wrong, what it got, and what is accepted."""
+"""Checks arguments; errors say what is wrong, what was given, and what is accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def check_among(name: str, value: Any, accepted: tuple[Any, ...], *more: str) ->
 
 
 def check_name(what: str, value: Any, names: Collection[str]) -> None:
-    """Raises ``TypeError`` for no name, ``ValueError`` with the nearest one for an unknown one."""
+    """Raises ``TypeError`` for no string, ``ValueError`` with the nearest name for an unknown
+    one."""
     if not isinstance(value, str):
         raise TypeError(f"{what} must be one of the names {', '.join(names)}; got {value!r}")
     if value not in names:
@@ -26,8 +27,10 @@ def check_name(what: str, value: Any, names: Collection[str]) -> None:
 
 
 def check_int(name: str, value: Any, *, least: int, names: Collection[str] = ()) -> None:
-    """Raises ``TypeError`` for what is no int, ``ValueError`` for one below ``least``; ``names``
-    are what may be given instead."""
+    """Raises ``TypeError`` for a value that is no int, ``ValueError`` for one below ``least``.
+
+    The message says that one of ``names`` may be given instead.
+    """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         instead = f", or one of {', '.join(map(repr, names))}" if names else ""
         raise TypeError(f"{name} must be an int of at least {least}{instead}; got {value!r}")
@@ -36,15 +39,15 @@ def check_int(name: str, value: Any, *, least: int, names: Collection[str] = ())
 
 
 def check_share(name: str, value: Any) -> None:
-    """Raises ``TypeError`` for what is no number, ``ValueError`` for one not in [0, 1)."""
+    """Raises ``TypeError`` for a value that is no number, ``ValueError`` for one not in [0, 1)."""
     _check_number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raises ``TypeError`` for what is no number, ``ValueError`` for no time, or one without
-    end."""
+    """Raises ``TypeError`` for a value that is no number, ``ValueError`` unless it is positive and
+    finite."""
     _check_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")

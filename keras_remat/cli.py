@@ -1,7 +1,7 @@
 """The command line ``keras-remat``.
 
-Every subcommand is a pair of small functions: one declares its arguments, the other, which imports
-what it needs, does the work, so that ``keras-remat solve`` loads no framework. Results go to
+Every subcommand is a pair of small functions: one declares its arguments, the other does the work.
+The second one imports what it needs, so ``keras-remat solve`` loads no framework. Results go to
 stdout, progress and errors to stderr. Exit status: 0 done, 2 wrong use or unreadable file, 3 proved
 infeasible, 4 none found within the time, 5 fits with a plan only (``will-it-fit``).
 """
@@ -117,7 +117,7 @@ def _json_argument(command: Any) -> None:
 
 
 def _check_folder(output: str | None) -> None:
-    """Raises ``OSError`` where a file cannot be made: before the work whose result it takes."""
+    """Raises ``OSError`` where the output file cannot be made, before the work begins."""
     if output is None:
         return
     path, folder = Path(output), Path(output).resolve().parent

@@ -1,4 +1,4 @@
-"""What this machine can measure, and what is missing: ``keras-remat doctor``.
+"""Tells what this machine can measure, and what is missing: ``keras-remat doctor``.
 
 It asks the framework that Keras runs on, in a process that does nothing else, and answers on one
 screen of 80 columns, or as JSON.
@@ -23,7 +23,7 @@ from keras_remat.errors import RematError
 from keras_remat.reporting.text import versions
 from keras_remat.units import format_bytes
 
-#: Module, the extra that installs it, and what it is for.
+#: Optional modules, the extra that installs each, and its purpose.
 _OPTIONAL = (
     ("ortools", "solvers", "CP-SAT: better plans of small graphs"),
     ("cylp", "solvers", "CBC, as in the Checkmate paper"),

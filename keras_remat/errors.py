@@ -1,6 +1,6 @@
-"""Every exception of the package, with the numbers it speaks of as attributes.
+"""Defines every exception of the package, with the numbers in its message as attributes.
 
-One message says what is wrong, the two numbers that disagree, and what to do. Plain misuse (a wrong
+A message says what is wrong, which two numbers disagree, and what to do. Plain misuse (a wrong
 type, a negative limit) raises the built-in ``ValueError`` or ``TypeError`` instead.
 """
 
@@ -17,7 +17,7 @@ from keras_remat.units import byte_unit, format_bytes, format_unequal_bytes
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-#: What to do about an error, or a function that tells it when it is shown.
+#: Text on what to do about an error, or a function that makes it when the error is shown.
 Advice = str | Callable[[], str]
 
 
@@ -45,7 +45,7 @@ class ProcessFailedError(RematError):
     """Another process that trains the same model has failed, so none can go on.
 
     Attributes:
-        process: its number.
+        process: number of the process.
     """
 
     def __init__(self, process: int, why: str):
@@ -101,16 +101,16 @@ class InvalidProblemError(RematError, ValueError):
 
 
 class BudgetError(RematError):
-    """No schedule under the budget was found: the base of the two errors that say so. Their
-    attributes are their arguments but ``advice``.
+    """No schedule under the budget was found: the base of the two errors that say so. They have
+    their arguments as attributes, except ``advice``.
 
     Advice may take as long as a few plans, and most errors are caught and never shown. So it may be
-    a function, which is called when the message is asked for first.
+    a function, which is called when the message is first asked for.
 
     Args:
         statement: what is wrong, and the numbers that disagree.
-        advice: what to do, or a function that tells it.
-        default_advice: where the function tells nothing.
+        advice: what to do, or a function that returns it.
+        default_advice: what to do where ``advice`` is empty.
     """
 
     budget_bytes: int
@@ -136,7 +136,7 @@ class BudgetError(RematError):
         return super().__reduce__()
 
     def with_context(self, **changes: Any) -> Self:
-        """Returns this error with other arguments: under the limit of the user's, for instance."""
+        """Returns this error with other arguments: under the user's limit, for instance."""
         arguments = {name: value for name, value in vars(self).items() if name[0] != "_"}
         kind: Any = type(self)
         changed: Self = kind(**arguments | changes)
@@ -144,7 +144,7 @@ class BudgetError(RematError):
 
 
 def statement_of(error: Exception) -> str:
-    """Returns what an error says is wrong, without the advice of one about a budget."""
+    """Returns what an error says is wrong, without the advice of a budget error."""
     return error.statement if isinstance(error, BudgetError) else str(error)
 
 
@@ -156,8 +156,8 @@ class InfeasibleBudgetError(BudgetError):
         floor_bytes: no schedule needs less than this (resident bytes included).
         op_name: the op that sets the floor, or ``None`` where none does.
         limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
-        by_search: a search found that nothing fits, and so the floor is just above the budget; how
-            much more is needed is not known.
+        by_search: whether a search proved that nothing fits. The floor is then just above the
+            budget; how much more is needed is not known.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class ScheduleNotFoundError(BudgetError):
         best_peak_bytes: the smallest peak any tried schedule reached, or ``None``.
         floor_bytes: no schedule needs less than this.
         limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
-        least_over_limit: what takes ``best_peak_bytes``, where a schedule was found; it can be
-            trained under where the budget is missed by a little.
-        solver: which did not find one.
-        reason: why one that was found does not do, or ``""``.
+        least_over_limit: the candidate that needs ``best_peak_bytes``, if a schedule was found.
+            Training can go on with it where it misses the budget by a little.
+        solver: name of the solver that found none.
+        reason: why a schedule that was found cannot be used, or ``""``.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class ScheduleNotFoundError(BudgetError):
 def limit_for(need_bytes: int, budget_bytes: int, limit_bytes: int | None) -> int:
     """Returns the memory limit that leaves a budget of ``need_bytes``.
 
-    The margin is the share that it is now.
+    The margin stays the same share of the limit.
 
     >>> limit_for(95, 19, 20), limit_for(95, 19, None)
     (100, 95)
@@ -254,14 +254,14 @@ def limit_for(need_bytes: int, budget_bytes: int, limit_bytes: int | None) -> in
 
 
 def _with_limit(budget: str, budget_bytes: int, limit_bytes: int | None) -> str:
-    """Returns a budget in words: the user's own number first, then what is left of it."""
+    """Returns a budget in words: the user's limit first, then the budget that is left of it."""
     if limit_bytes is None or limit_bytes <= budget_bytes:
         return budget
     return f"your limit of {less_margin(limit_bytes, budget_bytes, budget)}"
 
 
 def less_margin(limit_bytes: int, usable_bytes: int, usable: str) -> str:
-    """Returns the words for a limit and what its margin leaves of it.
+    """Returns the words for a limit and for the bytes that its margin leaves.
 
     >>> less_margin(100, 95, "95 B"), less_margin(100, 100, "100 B")
     ('100 B less 5 % margin = 95 B', '100 B')
@@ -316,7 +316,7 @@ class PeakExceededError(RematError):
 
     Attributes:
         peak_bytes: the peak that was simulated or measured.
-        budget_bytes: what it had to stay under.
+        budget_bytes: the budget that the peak had to stay under.
     """
 
     def __init__(self, peak_bytes: int, budget_bytes: int):
@@ -370,7 +370,7 @@ class MissingPackageError(RematError, ImportError):
 def without_inner_frames(entry: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorates what users call: this package's errors come without the frames inside of it.
 
-    Its own frames say nothing that the message does not. As with Keras's,
+    These frames say nothing that the message does not. As with Keras's,
     ``keras.config.disable_traceback_filtering()`` brings them back.
     """
 

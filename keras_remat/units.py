@@ -1,9 +1,9 @@
-"""Bytes and memory limits as people write them. The only module that knows 2**30.
+"""Reads and writes bytes and memory limits as people do. Only this module knows 2**30.
 
 Accepted memory limits: a positive ``int`` of bytes, a size such as ``"8GiB"``, ``"512 mib"``,
 ``"8G"`` (which is 8 GiB, as in most tools) or ``"8GB"`` (decimal), or a percentage such as
 ``"80%"`` of a known total. ``"8Gb"`` is refused: it could mean gigabits. So are limits under
-:data:`LEAST_LIMIT`: no step fits there, and who writes ``8`` means ``"8GiB"``.
+:data:`LEAST_LIMIT`: no step fits there, and a user who writes ``8`` means ``"8GiB"``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _UNITS = {
     "k": KIB, "m": MIB, "g": GIB, "t": TIB,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
-#: Bytes; see the module. A limit of a device is above it and below ``_TOO_MANY``, which fits no
-#: 64-bit integer.
+#: Bytes; see the module. A device's limit is at least the first and below ``_TOO_MANY``, which fits
+#: no 64-bit integer.
 LEAST_LIMIT, _TOO_MANY, _LONGEST_NUMBER = 1024, 2**63, 40
 _SIZE = re.compile(r"\s*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*([A-Za-z]*|%)\s*")
 
@@ -68,7 +68,7 @@ def format_unequal_bytes(first: int, second: int) -> tuple[str, str]:
 
 
 def format_rate(rate: float) -> str:
-    """Returns so many things a second for people, to three digits at least.
+    """Returns a number of things per second for people, to three digits at least.
 
     >>> format_rate(18473.2), format_rate(99.9), format_rate(0.04)
     ('18,473', '99.9', '0.040')
@@ -103,7 +103,7 @@ def parse_bytes(
     """Returns a memory limit in bytes.
 
     Args:
-        total_bytes: what a percentage refers to; ``None`` when there is no such total.
+        total_bytes: the total that a percentage refers to; ``None`` when there is none.
         least: the smallest number of bytes that is accepted.
 
     Raises:
