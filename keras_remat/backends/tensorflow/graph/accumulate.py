@@ -1,9 +1,9 @@
-"""One optimizer step from a batch that is split into micro-batches
-(:mod:`keras_remat.backends.micro_batches`), whose gradients are added up.
+"""Makes one optimizer step from a batch that is split into micro-batches
+(:mod:`keras_remat.backends.micro_batches`): their gradients are added up.
 
-The step is written out micro-batch after micro-batch and traced like any other, so schedules,
-measuring and swapping need to know nothing of it. A compiler would be free to run them side by
-side: for it the samples of each are made to depend on the gradients of the one before.
+The step is written micro-batch after micro-batch and traced like any other, so schedules, measuring
+and swapping need no special case. A compiler could still run micro-batches side by side. So for a
+compiler, each one's samples are made to depend on the gradients of the one before.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def accumulated_train_step(
     """Returns a train step for ``model`` that trains a batch in ``count`` micro-batches.
 
     Args:
-        model: compiled.
-        count: 1 is the model's own step.
-        batch: specs. Metrics and losses are built for them first: a trace that is refused leaves
-            those that it made without values, and one that makes some is followed by another one.
-        separated: whether a data dependency keeps a micro-batch from starting before the one before
+        model: a compiled model.
+        count: number of micro-batches; 1 returns the model's own step.
+        batch: specs of the batch. Metrics and losses are built for them before tracing. If a trace
+            built them, it would have to be traced again, and a refused trace would leave them
+            without values.
+        separated: whether a data dependency keeps a micro-batch from starting before the last one
             has ended, for an executor that keeps no order.
 
     Raises:
@@ -85,7 +86,7 @@ def accumulated_train_step(
 
 
 def _waiting(micro_batch: Any, gradients: list[Any]) -> Any:
-    """Returns the same bits, depending on every gradient."""
+    """Returns a micro-batch with the same bits that depends on every gradient."""
     known = [
         g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
         for g in gradients
@@ -99,8 +100,8 @@ def _waiting(micro_batch: Any, gradients: list[Any]) -> Any:
 
 
 def _sum(left: Any, right: Any) -> Any:
-    """Returns the sum of two gradients; ``None`` is zero, and the rows of an embedding stay
-    rows."""
+    """Returns the sum of two gradients. ``None`` counts as zero, and an embedding's rows
+    (``IndexedSlices``) stay rows."""
     if left is None or right is None:
         return right if left is None else left
     if isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices):

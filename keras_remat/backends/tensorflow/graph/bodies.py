@@ -1,11 +1,11 @@
-"""What loops and branches hold on their way, and what a branch hands to its gradient.
+"""Finds the memory of loops and branches: inside their bodies, and kept for a branch's gradient.
 
-Of branches only one runs. Each keeps what its gradient needs in outputs of type variant: an
-``Optional`` around a buffer that the branch has made, or none. So all of them hold what the branch
-holds that keeps the most, whatever else the others would keep; and an ``Optional`` around what the
-branch returns anyway holds nothing beside it.
+Only one of several branches runs. Each keeps the values its gradient needs in outputs of type
+variant: an ``Optional`` around a buffer that the branch has made, or an empty one. The outputs are
+counted as those of the branch that keeps the most. An ``Optional`` around a value that the branch
+returns anyway takes no further memory.
 
-The bodies are written into a graph for their shapes alone; nothing of them runs.
+The bodies are written into a graph only to get their shapes; they do not run.
 
 Reference: ``cond_v2.py`` of TensorFlow (``_make_intermediates_match``).
 """
@@ -31,27 +31,27 @@ from keras_remat.backends.tensorflow.memory.best_fit import rounded
 
 #: Attributes that name the bodies of a loop or branch; a loop's condition holds next to nothing.
 _BODIES = ("body", "then_branch", "else_branch", "branches")
-#: Operations of a body whose outputs are buffers that others made.
+#: Operations of a body whose outputs are buffers made by other operations.
 _MAKES_NOTHING = kinds.VARIABLE_READS | names("""
     Placeholder Const OptionalGetValue TensorListGetItem TensorListPopBack
 """)
 
 
-#: What adds a round's part to a sum.
+#: Ops that add a round's part to a sum.
 _SUMS = frozenset({"Add", "AddV2", "AddN"})
 
 
 @dataclass(frozen=True)
 class BodyBytes:
-    """Says what the loops and branches of a graph hold.
+    """Holds the memory of the loops and branches of a graph.
 
     Args:
         handed_on: tensor name → bytes behind the ``Optional`` that a branch returns.
         shared: tensor name of an ``Optional`` → the output of the same op whose buffer it holds.
-        workspace: op name → bytes that its largest body needs at once beside what the op reads and
-            returns, if it runs one op at a time.
-        waiting: name of a loop → bytes that wait to be added to sums in each of the rounds that
-            Keras's own step begins before an earlier one has ended.
+        workspace: op name → the most bytes alive in its largest body beside the op's inputs and
+            outputs, if the body runs one op at a time.
+        waiting: name of a loop → bytes that wait to be added to sums, per round that Keras's own
+            step begins before an earlier round has ended.
     """
 
     handed_on: dict[str, int] = field(default_factory=dict)
@@ -68,15 +68,15 @@ def body_bytes(
     smallest_bytes: int = 0,
     in_lists: Mapping[str, int] = MappingProxyType({}),
 ) -> BodyBytes:
-    """Returns what the loops and branches of a graph hold.
+    """Returns the memory of the loops and branches of a graph.
 
     Args:
-        nodes: of the graph, by name.
+        nodes: nodes of the graph, by name.
         library: its functions.
         captures: placeholder name → the eager tensor that it stands for.
         shapes: tensor name → static shape and dtype.
-        smallest_bytes: buffers below this are not counted, as the allocator does not.
-        in_lists: tensor name → the bytes of the elements that were made with the list.
+        smallest_bytes: bytes of the smallest buffer that counts, as in the allocator.
+        in_lists: tensor name → bytes of the elements that were made with the list.
     """
     found = BodyBytes()
     calls = [node for node in nodes.values() if node.op in kinds.CONTROL_FLOW]
@@ -115,10 +115,10 @@ def body_bytes(
 
 @dataclass(frozen=True)
 class _Kept:
-    """Says what one body keeps in its outputs of type variant.
+    """Holds what one body keeps in its outputs of type variant.
 
     Args:
-        nbytes: index of an output → bytes that it alone holds.
+        nbytes: index of an output → bytes that only this output holds.
         shared: index of an output → the output whose buffer it holds.
     """
 
@@ -126,15 +126,15 @@ class _Kept:
     shared: Mapping[int, int]
 
     def rank(self) -> tuple[int, int]:
-        """Orders what branches keep by its bytes."""
+        """Returns the sort key by which the branch that keeps the most is found."""
         return sum(self.nbytes.values()), len(self.shared)
 
 
 class _Bodies:
-    """Reads bodies, those of inner loops and branches too; in the graph that is being built.
+    """Reads bodies, also those of inner loops and branches, in the graph that is being built.
 
     Attributes:
-        waiting: bytes that a round of the loop that was read last adds to sums; 0 of a branch.
+        waiting: bytes that a round of the last loop read adds to sums; 0 after a branch.
     """
 
     def __init__(self, functions: Mapping[str, Any], smallest_bytes: int):
@@ -144,11 +144,13 @@ class _Bodies:
     def of(
         self, node: Any, operands: Sequence[Any], filled: Sequence[bool] = ()
     ) -> tuple[Mapping[int, int], Mapping[int, int], int]:
-        """Returns what a loop or branch hands on by the index of its output, which of its outputs
-        share a buffer with another, and its workspace.
+        """Returns index of an output → bytes kept for the gradient, index of an output → the output
+        whose buffer it shares, and the bytes of workspace, of a loop or branch.
 
         Args:
-            filled: whether an output is a list whose elements count as the op's output.
+            node: the loop or branch.
+            operands: tensors for its inputs.
+            filled: for every output whether it is a list whose elements count as the op's output.
         """
         is_loop = "While" in node.op
         most, needed, results = _Kept({}, {}), 0, 0
@@ -166,7 +168,7 @@ class _Bodies:
             in_lists = _elements(returned, given, filled) if is_loop else frozenset()
             self.waiting = self._added(operations, returned, given) if is_loop else 0
             needed = max(needed, self._needed(operations, returned, inner, in_lists))
-            if not is_loop:  # what a loop's round returns lives beside what the round has read
+            if not is_loop:  # the results of a loop's round live beside the round's inputs
                 most = max(most, self._kept(returned, inner), key=_Kept.rank)
                 results = sum(map(self._nbytes, returned))
         return most.nbytes, most.shared, max(0, needed - results - sum(most.nbytes.values()))
@@ -174,8 +176,8 @@ class _Bodies:
     def _added(
         self, operations: Sequence[Any], returned: Sequence[Any], given: Sequence[Any]
     ) -> int:
-        """Returns the bytes that a round adds to sums which nothing else in it reads: no later
-        round waits for them."""
+        """Returns the bytes that a round adds to sums. Only sums count that nothing else in the
+        round reads: no later round waits for them."""
         reading = (op for op in operations if op.type not in kinds.VIEWS)
         readers = Counter(_owner(tensor).name for op in reading for tensor in op.inputs)
         added = 0
@@ -187,7 +189,7 @@ class _Bodies:
         return added
 
     def _kept(self, returned: Sequence[Any], inner: Mapping[str, Any]) -> _Kept:
-        """Returns what the outputs of a branch hold, each buffer once."""
+        """Returns what the outputs of a branch keep, each buffer once."""
         first: dict[str, int] = {
             _owner(tensor).name: at
             for at, tensor in enumerate(returned)
@@ -208,7 +210,7 @@ class _Bodies:
         return _Kept(nbytes, shared)
 
     def _made(self, tensor: Any, inner: Mapping[str, Any]) -> int:
-        """Returns the bytes of a buffer that a body makes; 0 for one that it does not make."""
+        """Returns the bytes of a tensor's buffer; 0 if the body does not make the buffer."""
         if tensor.op.type in _MAKES_NOTHING:
             return 0
         if tensor.dtype == tf.variant:
@@ -233,11 +235,14 @@ class _Bodies:
         inner: Mapping[str, Any],
         in_lists: Collection[str] = (),
     ) -> int:
-        """Returns the most bytes alive while a body runs in its order, beside what it is given.
+        """Returns the most bytes alive while a body runs in its order, beside its inputs.
 
         Args:
-            in_lists: names of tensors that count elsewhere, as elements of lists. Until they are
-                made, there is as much room for others.
+            operations: the body's operations, in order.
+            returned: tensors that the body returns.
+            inner: name of an inner loop or branch → result of :meth:`of`.
+            in_lists: names of tensors that count elsewhere, as elements of lists. Before they are
+                made, other values may use their bytes.
         """
         last = {_owner(tensor).name: at for at, op in enumerate(operations) for tensor in op.inputs}
         kept = {_owner(tensor).name for tensor in _unwrapped(returned)}
@@ -271,11 +276,11 @@ class _Bodies:
 def _elements(
     returned: Sequence[Any], given: Sequence[Any], filled: Sequence[bool]
 ) -> frozenset[str]:
-    """Returns the names of the tensors that a round puts into lists, or the next round does.
+    """Returns the names of the tensors that a round, or the next round, puts into lists.
 
     Args:
-        returned, given: tensors of the body.
-        filled: of which of those that are returned the elements are asked for.
+        returned, given: tensors that the body returns and gets.
+        filled: for every returned tensor whether it is a list whose elements are wanted.
     """
     at_of = {tensor.name: at for at, tensor in enumerate(given)}
     found = set()
@@ -290,7 +295,7 @@ def _elements(
 
 
 def _scratch_bytes(op: Any) -> int:
-    """Returns what the kernel of an operation asks for, where that is known by shapes."""
+    """Returns the bytes of scratch of an operation's kernel, where shapes give them; else 0."""
     if not op.outputs or not runs_own_kernels():
         return 0
     operands = [shape_of(tensor) for tensor in op.inputs]
@@ -314,7 +319,7 @@ def _owner(tensor: Any) -> Any:
 
 
 def _unwrapped(returned: Sequence[Any]) -> Iterator[Any]:
-    """Yields what a body returns, or what the ``Optional`` is around that it returns."""
+    """Yields the tensors that a body returns; for an ``Optional``, the tensor inside it."""
     for tensor in returned:
         wrapped = tensor.op.type == "OptionalFromValue"
         yield tensor.op.inputs[0] if wrapped else tensor

@@ -1,9 +1,10 @@
-"""Orders the updates inside of branches: one after another.
+"""Makes the updates inside of branches run one after another.
 
 ``keras.optimizers.LossScaleOptimizer``, and any step that skips an update, assigns all weights and
-slots in one branch. The executor begins what is ready, so the products for all weights are alive at
-once there, and no schedule reaches into a branch. With a control edge from every assignment to what
-the next one alone needs, those of one assignment are alive at a time. What is computed is the same.
+slots in one branch. The executor begins every op that is ready, so the products for all weights are
+alive at once there, and no schedule reaches into a branch. So a control edge leads from every
+assignment to the ops that only the next one needs: then the products of one assignment are alive at
+a time. Results stay the same.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from keras_remat.backends.tensorflow.graph.nodes import (
 
 
 def order_branch_updates(graph_def: Any) -> None:
-    """Orders what the branches of a graph update, in place; its functions get other names then.
+    """Orders the updates in the branches of a graph, in place, and renames its functions.
 
     Args:
         graph_def: an optimized graph with its library.
@@ -72,7 +73,7 @@ def _order(function: Any) -> bool:
 
 
 def _pass_joins_by(function: Any, nodes: dict[str, Any]) -> None:
-    """Lets what reads an ``IdentityN`` read what that reads, in place."""
+    """Connects readers of an ``IdentityN`` to its inputs, in place."""
 
     def source(tensor: str) -> tuple[str, list[str]]:
         controls: list[str] = []
@@ -96,13 +97,14 @@ def _pass_joins_by(function: Any, nodes: dict[str, Any]) -> None:
     waited_for = {node_of(i) for node in nodes.values() for i in node.input}
     waited_for |= set(function.control_ret.values())
     for name in [n for n, node in nodes.items() if node.op == "IdentityN"]:
-        if name not in waited_for:  # it would hold what it reads until all of that is there
+        if name not in waited_for:  # it would hold its inputs until all of them are computed
             del nodes[name]
 
 
 def _by_gradient(function: Any, nodes: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the nodes with an effect, those that depend on the same gradient in a
-    row: a slot's and its weight's. Their first tensors among the arguments tell."""
+    """Returns the names of the nodes with an effect, with those that depend on the same gradient
+    (a weight's and its slots') next to each other. Nodes are sorted by the first of the function's
+    arguments, resources aside, that they depend on."""
     bits = {
         argument.name: 1 << at
         for at, argument in enumerate(function.signature.input_arg)
@@ -117,8 +119,8 @@ def _by_gradient(function: Any, nodes: Mapping[str, Any]) -> list[str]:
 
 
 def _groups(function: Any, nodes: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Yields every node with an effect, after those that no node before it has needed, in an order
-    in which they can run."""
+    """Yields for every node with an effect the nodes that it needs and no earlier one has needed,
+    in an order in which they can run, and the node last."""
     placed: set[str] = set()
     for root in _by_gradient(function, nodes):
         group: list[Any] = []

@@ -1,14 +1,14 @@
-"""Divides by the batch's size where plain ``fit`` only knows it when it runs.
+"""Divides by the batch size where plain ``fit`` knows it only at run time.
 
-A mean, and the gradient of one, divides by how many numbers it is taken over. Our trace knows the
-batch's size, so such a count is a constant, and Grappler turns the division into a product with the
-reciprocal, whose last bit may be another. Keras's own step is traced for whatever its data set
-gives. Where that has batches of any size (a last one that is smaller), the count is computed from
-the batch, and the division stays one. A step that is lowered for such a fit divides, too. The graph
-that is planned on is the same in both cases.
+A mean and its gradient divide by the count of averaged numbers. Our trace knows the batch size, so
+the count is a constant, and Grappler turns the division into a product with the reciprocal, whose
+last bit may differ. Keras's own step is traced for the sizes its data set promises. If batches may
+have any size (the last one may be smaller), the count is computed from the batch, and the division
+stays a division. A step that is lowered for such a fit divides, too. The planned graph is the same
+in both cases.
 
-Counts are told by how they are written: by TensorFlow's gradient of ``Mean``, or as the product of
-a shape that begins with the batch's size.
+Counts are recognized by how they are written: by TensorFlow's gradient of ``Mean``, or as the
+product of a shape that begins with the batch size.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import tensorflow as tf
 from keras_remat.backends.tensorflow.graph.nodes import control_inputs, data_inputs, node_of
 
 _DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
-#: What lies between a shape and the count that is divided by.
+#: Ops between a shape and the count that is the divisor.
 _PASSED = frozenset({"Cast", "Identity", "Prod"})
 _TAPE = "gradient_tape/"
-#: How Grappler names a reciprocal that it has folded; equal ones are one node.
+#: End of the name that Grappler gives a folded reciprocal; equal ones are one node.
 _RECIPROCAL = "_recip"
 
 
 def batch_counts(
     graph_def: Any, inputs: Collection[str], sizes: Collection[int | None]
 ) -> dict[str, float]:
-    """Returns the divisions whose divisor depends on the batch's size: name → divisor.
+    """Returns name → divisor of the divisions whose divisor depends on the batch size.
 
     Powers of two are left out, because their reciprocals are exact.
 
     Args:
-        graph_def: as traced, in the traced order.
+        graph_def: the graph as traced, in traced order.
         inputs: names of the placeholders of the batch.
-        sizes: of the batch, along the first dimensions of its tensors.
+        sizes: first dimensions of the batch's tensors.
     """
     nodes = {node.name: node for node in graph_def.node}
     of_batch = set(inputs)
@@ -79,12 +79,12 @@ def _scope(node: Any) -> str:
 
 
 def divisions(nodes: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str, tuple[Any, Any]]:
-    """Returns, for every product that Grappler made of a division by a count, the constant and the
-    division that take its place, by its name.
+    """Returns name → a constant and a division, for every product that Grappler made of a division
+    by a count. They replace the product.
 
     Args:
-        nodes: of the optimized graph.
-        counts: what :func:`batch_counts` returned.
+        nodes: nodes of the optimized graph, by name.
+        counts: result of :func:`batch_counts`.
     """
     result: dict[str, tuple[Any, Any]] = {}
     for name, count in counts.items():

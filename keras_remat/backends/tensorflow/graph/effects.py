@@ -1,4 +1,4 @@
-"""Which operations change something, or take what another run would not get."""
+"""Finds operations that change state, or whose result another run would not get."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.nodes import called_functions
 
-#: Their effect is that of the functions they call.
+#: Types whose effect is that of the functions they call.
 _CALLS = frozenset({*kinds.STATELESS, "StatefulPartitionedCall"})
 
 
 def has_effect(kind: str) -> bool:
-    """Returns whether ops of a type change something, or take what another run would not get."""
+    """Returns whether ops of a type change state, or another run would get another result."""
     return (
         private.is_stateful(kind)
         and kind not in kinds.VARIABLE_READS
@@ -24,13 +24,13 @@ def has_effect(kind: str) -> bool:
 
 
 def calls_without_effect(library: Any, negligible: Collection[str] = ()) -> Callable[[Any], bool]:
-    """Returns a test whether all functions that a node names are without an effect.
+    """Returns a predicate: whether all functions that a node names are without an effect.
 
-    TensorFlow takes a function that reads a variable for one with an effect.
+    TensorFlow's own answer would be no for a function that reads a variable.
 
     Args:
         library: the functions.
-        negligible: types whose effect does not count.
+        negligible: types of ops whose effect does not count.
     """
     functions = {function.signature.name: function for function in library.function}
 

@@ -1,10 +1,10 @@
-"""The size of the third cache that TensorFlow's own kernels reckon with.
+"""Measures the size of the third cache that TensorFlow's own kernels assume.
 
-Eigen asks the processor itself. On AMD's processors that is the cache of the whole package: 384 MiB
-where the operating system says 32 MiB, of the cores that a virtual machine has. No function of
-TensorFlow tells it, but a gradient of a tiny 3-D kernel does (``conv_grad_ops_3d.cc``): it gathers
-as many patches as fill the cache, and none where those have over 25 times the elements of its
-operands.
+Eigen asks the processor itself. AMD's processors report the cache of the whole package: 384 MiB
+where the operating system reports 32 MiB, for the cores of a virtual machine. No function of
+TensorFlow returns Eigen's number, but the gradient of a tiny 3-D kernel shows it
+(``conv_grad_ops_3d.cc``): it gathers as many patches as fill the cache, and none if they have over
+25 times the elements of its operands.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import tensorflow as tf
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice, measure
 from keras_remat.units import KIB
 
-#: Gradients of 3-D convolutions leave out patches that have over so many times the elements of
-#: image, kernel and gradient.
+#: Gradients of 3-D convolutions gather no patches with over this many times the elements of image,
+#: kernel and gradient.
 MOST_PATCHES = 25
 #: Channels of the tiny gradient, and the elements of one of its volumes: patches of one voxel,
 #: gradient, and kernel. Its patches are a 31st part of the cache.
 _CHANNELS, _VOLUME = 15, 31
-#: So often a run is asked for its peak: the input pipeline may take memory in between.
+#: How often a run's peak is measured: the input pipeline may take memory meanwhile.
 _RUNS = 3
 _ITEM_BYTES = 4
-#: Up to so many voxels: Eigen reads no cache above 512 MiB.
+#: Binary logarithm of the most voxels to try: Eigen reads no cache above 512 MiB.
 _MOST_DOUBLINGS = 16
 _TOLD_BY_SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 @cache
 def third_cache_bytes() -> int:
-    """Returns the bytes of the third cache as Eigen sees it, off by 1 % at most; what Linux says
-    where that cannot be seen."""
-    with tf.init_scope():  # a graph may be under construction: a loop's body is looked at in one
+    """Returns the bytes of the third cache as Eigen sees it, to 1 %; Linux's number where that
+    cannot be measured."""
+    with tf.init_scope():  # the caller may be building a graph, such as a loop's body
         return _seen_bytes(TensorFlowDevice())
 
 
 def _seen_bytes(device: TensorFlowDevice) -> int:
-    """Returns the bytes of the third cache by what gradients ask for."""
+    """Returns the bytes of the third cache, by the requests of gradients."""
     if not device.has_statistics:
         return _system_bytes()
     most = next(
@@ -49,7 +49,7 @@ def _seen_bytes(device: TensorFlowDevice) -> int:
     )
     if most >> _MOST_DOUBLINGS:
         return _system_bytes()
-    fewest = most // 2 + 1  # the fewest voxels whose gradient gathers patches are not fewer
+    fewest = most // 2 + 1  # bounds of the fewest voxels whose gradient gathers patches
     while fewest < most:
         middle = (fewest + most) // 2
         fewest, most = (fewest, middle) if _gathers(middle, device) else (middle + 1, most)
@@ -57,12 +57,12 @@ def _seen_bytes(device: TensorFlowDevice) -> int:
 
 
 def _elements(voxels: int) -> int:
-    """Returns the elements of image, kernel and gradient."""
+    """Returns how many elements image, kernel and gradient have together."""
     return voxels * (1 + _CHANNELS) + _CHANNELS
 
 
 def _gathers(voxels: int, device: TensorFlowDevice) -> bool:
-    """Returns whether the gradient of a kernel gathers patches, of so many volumes of one voxel."""
+    """Returns whether a kernel's gradient over ``voxels`` volumes of one voxel gathers patches."""
     with tf.device(device.name):
         images = tf.zeros((voxels, 1, 1, 1, 1))
         gradient = tf.zeros((voxels, 1, 1, 1, _CHANNELS))
@@ -82,6 +82,6 @@ def _gathers(voxels: int, device: TensorFlowDevice) -> bool:
 
 
 def _system_bytes() -> int:
-    """Returns what Linux says of the first core; 0 elsewhere."""
+    """Returns the bytes of the first core's third cache by Linux; 0 on other systems."""
     text = _TOLD_BY_SYSTEM.read_text().strip() if _TOLD_BY_SYSTEM.exists() else ""
     return int(text.removesuffix("K")) * KIB if text.endswith("K") else 0

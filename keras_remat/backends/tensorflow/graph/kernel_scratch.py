@@ -1,13 +1,13 @@
-"""The scratch of TensorFlow's own kernels on a CPU, by shapes: of what runs without oneDNN.
+"""Computes the scratch of TensorFlow's own kernels on a CPU, without oneDNN, from shapes.
 
-The gradients of 2-D and 3-D convolutions gather patches of several images and multiply with the
-matrix of them. How many images is a constant of the kernel, or the size of a cache, over an image's
-bytes: neither the batch's size nor slices of the batch change it. On a batch of 4 the matrix may be
-one for 64 images.
+The gradients of 2-D and 3-D convolutions gather patches of several images into a matrix and
+multiply with it. The number of images is a constant of the kernel, or the size of a cache, divided
+by an image's bytes. Neither the batch size nor slices of the batch change it: for a batch of 4 the
+matrix may have room for 64 images.
 
-In the body of a loop TensorFlow would run several such gradients at once, each with a matrix, in
-another order in every step. So they are put in order there (:func:`order_bodies`). A kernel of that
-size uses all cores by itself.
+In the body of a loop TensorFlow would run several such gradients at once, each with its matrix, in
+another order in every step. So :func:`order_bodies` puts them in order there. That costs no time,
+since a kernel of that size uses all cores by itself.
 
 Reference: ``conv_grad_filter_ops.cc``, ``conv_grad_input_ops.h`` and ``conv_grad_ops_3d.cc`` of
 TensorFlow.
@@ -31,9 +31,9 @@ from keras_remat.backends.tensorflow.graph.nodes import called_functions, node_o
 from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.units import KIB, MIB
 
-#: TensorFlow's own gradients of 2-D convolutions gather patches of so many images that a product
-#: has a working set of this size; that of the input goes image by image where a thread's share of
-#: one is large. Constants of the kernels.
+#: Constants of TensorFlow's gradients of 2-D convolutions. They gather patches of enough images
+#: for a working set of the first size. The input's gradient goes image by image where a thread's
+#: share of an image has at least the second size.
 _WORKING_SET_BYTES, _LARGE_SHARE_BYTES = 30 * MIB, 256 * KIB
 
 #: Kinds whose kernels gather patches, of images and of volumes.
@@ -50,27 +50,26 @@ def runs_own_kernels() -> bool:
 
 
 def own_scratch_bytes(node: Any, operands: Sequence[_Shape], result: _Shape) -> int:
-    """Returns the bytes that TensorFlow's own kernel of a node asks for beside its outputs; 0 where
+    """Returns the bytes that TensorFlow's own kernel of a node requests beside its outputs; 0 where
     a shape is not known.
 
     Args:
-        node: its ``NodeDef``.
-        operands: shapes of its inputs.
-        result: the shape of its output.
+        node: the ``NodeDef``.
+        operands: shapes of the inputs.
+        result: shape of the output.
     """
     if node.op in _GATHERING:
-        # the bytes of an output are no measure: a value takes 256 at least
+        # not from the bytes of an output: a value takes at least 256
         itemsize = int(tf.as_dtype(node.attr["T"].type).size or 1)
         of_kind = _patches_bytes if node.op in _OF_IMAGES else _volume_patches_bytes
         return of_kind(node, operands, result, itemsize)
-    if node.op == "MaxPoolGrad":  # an int64 for every element of the pooled image: where it is from
+    if node.op == "MaxPoolGrad":  # an int64 per element of the pooled image: its source's index
         return 8 * prod(operands[1]) if operands[1] else 0
     return 0
 
 
 def _patches_bytes(node: Any, operands: Sequence[_Shape], result: _Shape, itemsize: int) -> int:
-    """Returns the matrix of patches of several images that a 2-D convolution's gradient multiplies
-    with."""
+    """Returns the bytes of the matrix of patches that a 2-D convolution's gradient gathers."""
     of_filter = node.op == "Conv2DBackpropFilter"
     kernel, gradient = result if of_filter else operands[1], operands[2]
     if not kernel or not gradient or set(node.attr["dilations"].list.i) - {1}:
@@ -86,9 +85,12 @@ def _patches_bytes(node: Any, operands: Sequence[_Shape], result: _Shape, itemsi
 def _volume_patches_bytes(
     node: Any, operands: Sequence[_Shape], result: _Shape, itemsize: int
 ) -> int:
-    """Returns the matrix of patches that a 3-D convolution's gradient multiplies with: of so many
-    volumes that a product fills the third cache, and of one where the gradient of the input has no
-    more. Where it would be too large, Eigen's slower kernel asks for little."""
+    """Returns the bytes of the matrix of patches that a 3-D convolution's gradient gathers.
+
+    It has patches of enough volumes for a product that fills the third cache, or of one volume for
+    the input's gradient of a single volume. Where the matrix would be too large, Eigen's slower
+    kernel runs, which requests little.
+    """
     of_filter = node.op == "Conv3DBackpropFilterV2"
     first, second, gradient = operands
     image, kernel = (first, result) if of_filter else (result, second)
@@ -112,10 +114,9 @@ def _threads() -> int:
 
 
 def order_bodies(graph_def: Any) -> None:
-    """Orders what gathers patches in the bodies of loops and branches, in place: one after another.
-    Functions get other names then.
+    """Makes the ops that gather patches in a loop's or branch's body run one after another.
 
-    What is computed is the same.
+    It changes the graph in place and renames its functions. Results stay the same.
 
     Args:
         graph_def: a graph with its library.
@@ -137,7 +138,8 @@ def order_bodies(graph_def: Any) -> None:
 
 
 def _order(function: Any) -> bool:
-    """Orders what gathers patches in one function, in place; returns whether there are several."""
+    """Orders the ops that gather patches in one function, in place; returns whether there are
+    several."""
     nodes = {node.name: node for node in function.node_def}
     if sum(node.op in _GATHERING for node in nodes.values()) < 2:
         return False

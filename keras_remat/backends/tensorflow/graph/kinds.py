@@ -1,4 +1,4 @@
-"""What TensorFlow's operation types do with memory and state; tables, no logic.
+"""Lists what TensorFlow's operation types do with memory and state; tables, no logic.
 
 Read off the kernels of TensorFlow 2.18 to 2.21 (``forward_input_or_allocate_output``,
 ``context->set_output(0, context->input(0))``). A type missing here is treated safely: as an op that
@@ -51,41 +51,40 @@ REUSES_INPUT = names("""
     _UnaryOpsComposition CheckNumerics CheckNumericsV2
 """)
 
-#: Takes over the buffer of its first input alone.
+#: Takes over the buffer of its first input only.
 REUSES_FIRST_INPUT = names("""
     SparseSoftmaxCrossEntropyWithLogits SoftmaxCrossEntropyWithLogits
 """)
 
 #: Products that oneDNN computes together with the ops after them (attribute ``fused_ops``), and
-#: those of them that take an input more.
+#: the fused ops that have one more input.
 FUSED, FUSED_WITH_INPUT = (
     frozenset({"_FusedConv2D", "_FusedMatMul"}),
     frozenset({b"BiasAdd", b"Add"}),
 )
 
-#: Makes the buffer of a dying input the variable's own; the one it had goes back.
+#: Makes the buffer of a dying input the variable's; the variable's old buffer is freed.
 TAKES_OVER = frozenset({"AssignVariableOp"})
 
-#: Pairs of a forward and a gradient op: where the gradient reads the forward op's output 0 as the
-#: input of this index, TensorFlow's oneDNN pass, on a CPU, hands it a second output that the graph
-#: does not show, which says for every element of the first where in its window it came from.
+#: (Forward op, gradient op) → position of the gradient's input that is the forward op's output 0.
+#: For such a pair TensorFlow's oneDNN pass, on a CPU, passes the gradient a second output that the
+#: graph does not show: for every element of output 0, its place in the window.
 HIDDEN_OUTPUT = {("MaxPool", "MaxPoolGrad"): 1}
 
-#: Asks for scratch as large as its first output, whatever the size (``sparse_xent_op.cc``,
-#: ``xent_op.cc``).
+#: Requests scratch as large as its first output (``sparse_xent_op.cc``, ``xent_op.cc``).
 SCRATCH = frozenset({"SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"})
 
-#: Asks for its workspace before its output (``maxpooling_op.cc``; oneDNN's kernel, which half
-#: precision does not have everywhere, asks for none).
+#: Requests its workspace before its output (``maxpooling_op.cc``; oneDNN's kernel, which half
+#: precision does not have everywhere, requests none).
 WORKSPACE_FIRST = frozenset({"MaxPoolGrad"}) | SCRATCH
 
-#: Updates of a weight and its slot that need nothing beside the gradient.
+#: Updates a weight and its slot without memory beside the gradient.
 IN_PLACE_UPDATES = frozenset({"ResourceApplyKerasMomentum"})
 
-#: cuDNN's recurrent layers: how large what they keep for their gradient is, only the library knows.
+#: cuDNN's recurrent layers: only the library knows the size of the value kept for the gradient.
 SIZED_BY_LIBRARY = frozenset({"CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"})
 
-#: Types whose inputs Grappler puts in order by name.
+#: Types whose inputs Grappler sorts by name.
 COMMUTATIVE = names("""
     Add AddV2 AddN Mul Maximum Minimum SquaredDifference LogicalAnd LogicalOr
 """)
@@ -102,13 +101,13 @@ MATMULS = names("""
     MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 _FusedMatMul _FusedBatchMatMulV2 Einsum
 """)
 
-#: Loops and branches whose bodies are functions, and the same without an effect.
+#: Loops and branches whose bodies are functions → the same without an effect.
 STATELESS = {"While": "StatelessWhile", "If": "StatelessIf", "Case": "StatelessCase"}
 CONTROL_FLOW = frozenset({*STATELESS, *STATELESS.values()})
 BRANCHES = frozenset(kind for kind in CONTROL_FLOW if "While" not in kind)
 
-#: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose
-#: effects cannot be ordered.
+#: Types this backend does not support: control flow of TensorFlow 1, queues and host callbacks
+#: whose effects cannot be ordered.
 UNSUPPORTED = names("""
     Switch Merge Enter Exit NextIteration LoopCond RefSwitch RefMerge Assign VariableV2
 """)

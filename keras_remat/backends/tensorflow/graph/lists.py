@@ -1,9 +1,9 @@
-"""What tensor lists hold: the bytes behind the handles that loops hand on.
+"""Finds the bytes of the elements in tensor lists, which loops pass on as handles.
 
-A loop keeps what its gradient needs in lists, and so does a ``TensorArray``. A list is a scalar of
-type variant; its elements are buffers of their own. How many they will be is known from where the
-list is made, how large they are, too; whose buffers they are, the loop's body says: a variable that
-is read in every iteration is pushed on a list without a copy.
+A loop keeps the values its gradient needs in lists, and so does a ``TensorArray``. A list is a
+scalar of type variant; each element has its own buffer. The op that makes the list gives the number
+and the size of its elements. The loop's body shows whose buffers they are: a variable that is read
+in every iteration is pushed on a list without a copy.
 
 Reference: ``while_v2.py`` (the accumulators) and ``list_kernels.cc`` of TensorFlow.
 """
@@ -25,17 +25,17 @@ from keras_remat.backends.tensorflow.graph.nodes import (
 )
 from keras_remat.backends.tensorflow.memory.best_fit import rounded
 
-#: Put an element into a list: their last input.
+#: Ops that put their last input into a list.
 WRITES = ("TensorListPushBack", "TensorListSetItem")
 _RESERVES = ("EmptyTensorList", "TensorListReserve")
 _BEGINS = (*_RESERVES, "TensorListFromTensor")
-#: Make a list whose elements are like those of the first input's.
+#: Ops that make a list whose elements are like those of their first input.
 _PASSES_ON = ("Identity", "ZerosLike", "AddN", "AddV2", *WRITES, "TensorListPopBack")
 
 
 class _TensorList(NamedTuple):
-    """Describes a list behind a tensor: room for so many elements of so many bytes, and what is its
-    own."""
+    """Describes the list behind a tensor: bytes of an element, number of elements, and bytes of the
+    elements that were made with the list."""
 
     element_bytes: int
     length: int
@@ -54,16 +54,16 @@ def held_bytes(
     shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
     smallest_bytes: int = 0,
 ) -> dict[str, int]:
-    """Returns tensor name → the bytes of the elements that were made with the list.
+    """Returns tensor name → bytes of the elements that were made with the list.
 
     A buffer in two lists is counted in one of them. Lists of unknown length or element shape are
-    left out, and those inside of a loop's body: they are workspace.
+    left out, and so are lists inside a loop's body, which are workspace.
 
     Args:
-        nodes: of a graph, by name.
+        nodes: nodes of a graph, by name.
         library: its functions.
         shapes: tensor name → static shape and dtype.
-        smallest_bytes: elements below this are not counted, as the allocator does not.
+        smallest_bytes: bytes of the smallest element that counts, as in the allocator.
     """
     lists = _Lists(nodes, {f.signature.name: f for f in library.function}, shapes)
     found = {
@@ -81,18 +81,18 @@ def elements_of(
     shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
     tensor: str,
 ) -> tuple[Any, Any] | None:
-    """Returns what is known of the shape of a list's elements, and their type; ``None`` where the
-    list comes from elsewhere.
+    """Returns the shape of a list's elements, as far as known, and their dtype; ``None`` where
+    another graph makes the list.
 
     Args:
-        nodes: of a graph, by name.
+        nodes: nodes of a graph, by name.
         shapes: tensor name → static shape and dtype.
         tensor: the list.
     """
     name, index = split_input(tensor)
     node = nodes.get(name)
     while node is not None and node.op not in _BEGINS:
-        each = "While" in node.op or node.op == "IdentityN"  # an output is an input's
+        each = "While" in node.op or node.op == "IdentityN"  # output i continues input i
         if not each and node.op not in _PASSES_ON:
             return None
         name, index = split_input(data_inputs(node)[index if each else 0])
@@ -133,13 +133,13 @@ class _Lists:
         return self._known[tensor]
 
     def _read(self, name: str) -> list[str | None]:
-        """Returns the inputs of a node; ``None`` for those that are no lists."""
-        node = self._nodes.get(name)  # what the step captures is no node
+        """Returns the inputs of a node, with ``None`` for inputs that are not lists."""
+        node = self._nodes.get(name)  # a captured tensor has no node
         inputs = [] if node is None else list(map(tensor_key, data_inputs(node)))
         return [i if self._shapes.get(i, (None, None))[1] == tf.variant else None for i in inputs]
 
     def _made(self, name: str, index: int, read: list[str | None]) -> _TensorList:
-        """Returns the list that a node makes of others."""
+        """Returns the list that a node makes of its inputs."""
         node = self._nodes.get(name)
         if node is None:
             return _UNKNOWN
@@ -179,7 +179,7 @@ class _Lists:
 
 
 class _Body:
-    """Tells which lists of a loop's body get buffers of their own."""
+    """Finds the lists of a loop's body that get new buffers."""
 
     def __init__(self, function: Any):
         self._nodes = {node.name: node for node in function.node_def}
@@ -187,8 +187,8 @@ class _Body:
         self._returned = [function.ret[arg.name] for arg in function.signature.output_arg]
 
     def filled(self, known: Sequence[int]) -> set[int]:
-        """Returns the lists, of those that are known, that have buffers after the loop that no list
-        has before it; of lists that share them, one."""
+        """Returns the known lists that have new buffers after the loop; one of several lists that
+        share their buffers."""
         first: dict[str, int] = {}
         for at in sorted(known, key=self._is_set):
             element = self._element(at)
@@ -197,20 +197,21 @@ class _Body:
         return set(first.values())
 
     def _is_set(self, at: int) -> bool:
-        """Orders what is pushed before what is set: an accumulator lives longer."""
+        """Sorts lists by how the body writes them: pushed ones (accumulators, which live longer)
+        before set ones."""
         node = self._nodes.get(node_of(self._origin(self._returned[at])))
         return node is not None and node.op == "TensorListSetItem"
 
     def _element(self, at: int) -> str | None:
         """Returns the name of the tensor that an iteration adds to a list; ``None`` where it adds
-        none, or one that was there before."""
+        none, or one that existed before."""
         node = self._nodes.get(node_of(self._origin(self._returned[at])))
         if node is None or node.op == "TensorListPopBack":
             return None
         if node.op not in WRITES:
-            return str(node.name)  # sums of lists, among others, make a new one
+            return str(node.name)  # such as a sum of lists, which makes a new list
         element = self._origin(node.input[1 if node.op == "TensorListPushBack" else 2])
-        if element in self._arguments:  # what the iteration before has returned
+        if element in self._arguments:  # the last iteration's result
             element = self._origin(self._returned[self._arguments[element]])
         made = self._nodes.get(node_of(element))
         is_shared = made is None or made.op in kinds.VARIABLE_READS | {"Const", "TensorListGetItem"}

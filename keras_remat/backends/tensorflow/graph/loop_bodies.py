@@ -1,8 +1,8 @@
-"""Says what the body of a TensorFlow loop does to a slice of the batch.
+"""Finds how the body of a TensorFlow loop runs on a slice of the batch.
 
-A body is written into a graph at two batch sizes. The table of ops (:mod:`.slice_rules`) says of
-one op after the other what it makes of its inputs. A tensor that the loop carries from round to
-round must stay what it was. The shapes at both sizes must agree with the answer.
+A body is written into a graph at two batch sizes. The table of ops (:mod:`.slice_rules`) gives, op
+by op, the modes of the outputs from those of the inputs. A tensor that the loop carries from round
+to round must keep its mode. The shapes at both sizes must agree with the modes.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from keras_remat.backends.tensorflow.graph.slice_rules import (
 )
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 
-#: What a tensor of a body is to a part of the loop. ``"whole"``: the same in all parts. ``"part"``:
-#: a share along the first axis. ``"sum"``: a term of a sum. ``"size"``: ints that name the batch's
-#: size. ``"parts"``, ``"wholes"`` and ``"sizes"`` are lists of such; ``"list"`` is one whose
-#: elements are not known yet.
+#: Mode of a tensor in a part of the loop. ``"whole"``: the same in all parts. ``"part"``: a share
+#: along the first axis. ``"sum"``: a term of a sum. ``"size"``: ints that depend on the batch size.
+#: ``"parts"``, ``"wholes"`` and ``"sizes"`` are lists of such tensors; ``"list"`` is a list whose
+#: elements' mode is not known yet.
 BodyMode = Literal["whole", "part", "sum", "size", "list", "parts", "wholes", "sizes"]
 _WHOLE: BodyMode = "whole"
 _PART: BodyMode = "part"
 _SUM: BodyMode = "sum"
 #: Mode of a list → mode of its elements.
 ELEMENTS: Mapping[Any, BodyMode] = {"parts": "part", "wholes": "whole", "sizes": "size"}
-#: Linear ops: from terms of a sum they make terms of a sum.
+#: Linear ops: they turn terms of a sum into terms of a sum.
 _LINEAR = names("""
     Add AddV2 AddN Sub Neg Identity Reshape Squeeze ExpandDims Transpose ConcatV2 Pad StridedSlice
     StridedSliceGrad Slice Split
 """)
-#: Visits of a body, at most, until it is known what the loop carries.
+#: Most visits of a body until the carried modes no longer change.
 _MOST_ROUNDS = 4
 
 
 class StaysWholeError(Exception):
-    """Says why a group of ops does not run in slices."""
+    """Reports why a group of ops does not run in slices."""
 
 
 class Bodies:
-    """Writes the functions of loops into graphs at both batch sizes, and says what they do to a
-    part."""
+    """Writes the functions of loops into graphs at both batch sizes, and finds the modes of their
+    tensors."""
 
     def __init__(self, step: TensorFlowStep, half: TensorFlowStep):
         self._steps = step, half
@@ -68,18 +68,18 @@ class Bodies:
     def carried(
         self, node: Any, given: Sequence[BodyMode], is_zero: Sequence[bool]
     ) -> tuple[BodyMode, ...]:
-        """Returns what a loop carries from round to round.
+        """Returns the modes of the tensors that a loop carries from round to round.
 
         Args:
             node: the loop.
-            given: modes of what it begins with.
-            is_zero: whether each of those is numbers, all of them zero.
+            given: modes of its inputs.
+            is_zero: for every input whether it is floating-point and all zeros.
 
         Raises:
-            StaysWholeError: a round changes a mode, or how often the loop runs depends on a part.
+            StaysWholeError: a round changes a mode, or the number of rounds depends on a part.
         """
         body = self._function(node, "body")
-        # what begins with zeros may be added up
+        # a tensor that begins with zeros may be a sum
         modes: tuple[BodyMode, ...] = tuple(
             "sum" if mode == "whole" and starts else mode
             for mode, starts in zip(given, is_zero, strict=True)
@@ -126,7 +126,7 @@ class Bodies:
 
 
 def _elements(step: TensorFlowStep, tensor: str) -> tuple[Any, Any]:
-    """Returns what is known of the shape of a list's elements, and their type."""
+    """Returns the shape of a list's elements, as far as known, and their dtype."""
     name, index = split_input(views_to(step, tensor)[-1])
     node = step.nodes[name]
     read = [tensor_key(i) for i in data_inputs(node)]
@@ -147,14 +147,14 @@ def _elements(step: TensorFlowStep, tensor: str) -> tuple[Any, Any]:
 def _after_round(
     given: Sequence[BodyMode], made: Sequence[BodyMode | None]
 ) -> tuple[BodyMode, ...]:
-    """Returns what is carried after one more round.
+    """Returns the carried modes after one more round.
 
-    Where something turns out not to be a sum, it is ``"whole"``. The other modes then stay, because
-    the next round depends on this one.
+    A tensor that turns out not to be a sum becomes ``"whole"``. The other modes then stay for now,
+    because this round derived them from the wrong one.
 
     Args:
-        given: modes that the round began with.
-        made: modes that it ended with.
+        given: modes at the beginning of the round.
+        made: modes at its end.
     """
     pairs = list(zip(given, made, strict=True))
     if any(before == "sum" != after for before, after in pairs):
@@ -172,7 +172,7 @@ def _merged(before: BodyMode, after: BodyMode | None) -> BodyMode:
 
 @dataclass(frozen=True)
 class _Written:
-    """Holds a function that is written into a graph.
+    """Holds a function written into a graph.
 
     Args:
         given: tensors of its arguments.
@@ -186,13 +186,13 @@ class _Written:
 
 
 class _Function:
-    """Says what a function does to a part.
+    """Finds the modes of a function's tensors.
 
     Args:
         whole, half: the function at both batch sizes.
 
     Raises:
-        StaysWholeError: it has other ops at half the batch.
+        StaysWholeError: the function has other ops at half the batch.
     """
 
     def __init__(self, whole: _Written, half: _Written):
@@ -203,10 +203,10 @@ class _Function:
             raise StaysWholeError("a loop has other ops at half the batch")
 
     def returned(self, given: Sequence[BodyMode]) -> tuple[BodyMode | None, ...]:
-        """Returns the modes of what the function returns; ``None`` for one that is not known.
+        """Returns the modes of the function's results; ``None`` for an unknown one.
 
         Args:
-            given: modes of its arguments.
+            given: modes of the arguments.
         """
         known: dict[str, BodyMode | None] = {
             tensor.name: mode for tensor, mode in zip(self._whole.given, given, strict=True)
@@ -217,7 +217,7 @@ class _Function:
         }
         for name in TopologicalSorter(sources).static_order():
             op, half = self._ops[name], self._half.get(name)
-            if half is None:  # a constant that another one stands for at half the batch
+            if half is None:  # a constant that has been merged with another at half the batch
                 raise StaysWholeError(f"{name} is not there at half the batch")
             made = _made(op, half, [known[tensor.name] for tensor in op.inputs])
             for at, mode in enumerate(made):
@@ -226,7 +226,7 @@ class _Function:
 
 
 def _wiring(ops: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
-    """Returns the name of each op but constants → its type, and the tensors that it reads."""
+    """Returns name of an op → its type and its inputs; constants are left out."""
     return {
         name: (
             op.type,
@@ -238,7 +238,7 @@ def _wiring(ops: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
 
 
 def _made(op: Any, half: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None]:
-    """Returns what the outputs of an op of a body are to a part of the loop.
+    """Returns the modes of the outputs of a body's op; ``None`` for unknown ones.
 
     Args:
         op, half: the op at both batch sizes.
@@ -280,7 +280,7 @@ def _constant_mode(op: Any, half: Any) -> BodyMode | None:
 
 
 def _list_modes(kind: str, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None] | None:
-    """Returns what an op on lists makes; ``None`` where the op has no list."""
+    """Returns the modes of the outputs of an op on lists; ``None`` if the op has no list."""
     of_list: Mapping[Any, BodyMode] = {mode: of for of, mode in ELEMENTS.items()}
     if kind in ("EmptyTensorList", "TensorListReserve"):
         return ("list",)
@@ -302,7 +302,7 @@ def _list_modes(kind: str, given: Sequence[BodyMode | None]) -> Sequence[BodyMod
 
 
 def _sum_modes(op: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None]:
-    """Returns what an op makes of terms of a sum."""
+    """Returns the modes of the outputs of an op on terms of a sum; empty for unknown ones."""
     scales = {"Mul": (["sum", "whole"], ["whole", "sum"]), "RealDiv": (["sum", "whole"],)}
     if list(given) in scales.get(op.type, ()):
         return ("sum",)
@@ -325,7 +325,7 @@ def _is_zero(tensor: Any) -> bool:
 
 
 def _table_modes(op: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode | None]:
-    """Returns what an op makes by the table of ops."""
+    """Returns the modes of an op's outputs by the table of ops; empty for unknown ones."""
     shapes = [shape_of(tensor) for tensor in op.inputs]
     result = shape_of(op.outputs[0]) if op.outputs else None
     if result is None or None in shapes:
@@ -342,7 +342,7 @@ def _table_modes(op: Any, given: Sequence[BodyMode | None]) -> Sequence[BodyMode
 
 
 def _numbers(tensor: Any) -> list[int] | None:
-    """Returns the numbers of a small integer constant, or of a shape that an op reads."""
+    """Returns the numbers of a small integer constant or of a shape; ``None`` for others."""
     op = tensor.op
     if op.type in ("Shape", "ShapeN"):
         shape = shape_of(op.inputs[tensor.value_index])

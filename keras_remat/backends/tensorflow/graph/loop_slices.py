@@ -1,16 +1,16 @@
-"""Says how TensorFlow's loops run on a slice of the batch.
+"""Finds how TensorFlow's loops run on a slice of the batch.
 
-A loop (LSTM, GRU) is one op. It reads and writes lists, and time-major tensors lead to them. A part
-of a loop is the same loop on parts of these. What its body does to a part
+A loop (LSTM, GRU) is one op. It reads and writes lists, which are made of time-major tensors. A
+part of a loop is the same loop on parts of the lists. How its body runs on a part
 (:mod:`.loop_bodies`) follows from the table of ops (:mod:`.slice_rules`), op by op.
 
-A body names the batch's size in many places: in shapes of lists and of gradients, and in zeros. So
-a part takes its body, and the constants around the loop, from the step as it is traced at the
-part's size. Another trace, at half the batch, shows which sizes follow the batch.
+A body names the batch size in many places: in shapes of lists and gradients, and in zeros. So a
+part takes its body, and the constants around the loop, from a trace of the step at the part's size.
+Another trace, at half the batch, shows which sizes follow the batch.
 
-Lists, time-major tensors and counts of rounds exist in parts only. The ops that touch one of them
-are a *group*: all of them run in slices, or none does. None does where the body holds an op that
-the table does not know, or where an op outside the group reads what the group has in parts.
+Lists, time-major tensors and counts of rounds exist in parts only. The ops that touch them form a
+*group*: all of them run in slices, or none does. None does if the body has an op that is not in the
+table, or if an op outside the group reads a tensor that exists in parts only.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from keras_remat.core.slices import SliceRule
 
 logger = logging.getLogger(__name__)
 
-#: What a node of a group reads: its part of a tensor, the whole tensor, or a constant as a trace at
-#: the part's size has it.
+#: How a node of a group reads an input: its part of a tensor, the whole tensor, or a constant taken
+#: from the trace at the part's size.
 LoopInput = Literal["part", "whole", "traced"]
 
 
 @dataclass(frozen=True)
 class LoopRule:
-    """Says how a node of a group runs on a part.
+    """Holds how a node of a group runs on a part.
 
     Args:
-        inputs, outputs: what each is to the part.
-        sizes: lengths of their axes of the batch, as far as they are known.
-        group: the names of all nodes that run in slices together.
+        inputs, outputs: mode of each input and output.
+        sizes: their lengths along the batch's axis, where known.
+        group: names of all nodes that run in slices together.
     """
 
     inputs: tuple[LoopInput, ...]
@@ -72,19 +72,18 @@ class LoopRule:
 
 @dataclass(frozen=True)
 class Loops:
-    """Says how the loops of a step run in slices.
+    """Holds how the loops of a step run in slices.
 
     Args:
-        rules: node name → how it runs on a part.
-        axes: tensor that exists in parts only → its axis of the batch; ``None`` for a list or a
-            count.
+        rules: node name → how the node runs on a part.
+        axes: tensor that exists in parts only → its batch axis; ``None`` for a list or a count.
     """
 
     rules: Mapping[str, LoopRule] = field(default_factory=dict)
     axes: Mapping[str, int | None] = field(default_factory=dict)
 
     def slice_rules(self, step: TensorFlowStep) -> dict[int, SliceRule]:
-        """Returns op id → how it may run in slices."""
+        """Returns op id → how the op may run in slices."""
         rules = {}
         for name, rule in self.rules.items():
             op, values = step.graph.ops[step.op_id[name]], step.graph.values
@@ -108,8 +107,12 @@ def has_loops(step: TensorFlowStep) -> bool:
 
 
 def loops_of(step: TensorFlowStep, half: TensorFlowStep) -> Loops:
-    """Returns how loops run in slices, by a step and the same at half the batch; loops that stay
-    whole are missing."""
+    """Returns how loops run in slices, without loops that stay whole.
+
+    Args:
+        step: the step.
+        half: the step at half the batch.
+    """
     rules: dict[str, LoopRule] = {}
     axes: dict[str, int | None] = {}
     seen: set[str] = set()
@@ -129,7 +132,7 @@ def loops_of(step: TensorFlowStep, half: TensorFlowStep) -> Loops:
 
 
 def is_alike(name: str, step: TensorFlowStep, other: TensorFlowStep) -> bool:
-    """Returns whether a node is of one type and reads the same tensors, but for constants, in a
+    """Returns whether a node has the same type and reads the same tensors, constants aside, in a
     step at two batch sizes."""
     its = other.nodes.get(name)
     if its is None or its.op != step.nodes[name].op:
@@ -149,11 +152,11 @@ def is_alike(name: str, step: TensorFlowStep, other: TensorFlowStep) -> bool:
 
 
 class _Group:
-    """Collects the nodes that run in slices together with a loop, and says how each does.
+    """Collects the nodes that run in slices together with a loop, and finds how each does.
 
     Attributes:
         members: names of the nodes.
-        axes: as in :class:`Loops`, of this group.
+        axes: as in :class:`Loops`, for this group.
     """
 
     def __init__(self, step: TensorFlowStep, half: TensorFlowStep, bodies: Bodies):
@@ -164,7 +167,7 @@ class _Group:
 
     @cached_property
     def _readers(self) -> Mapping[str, list[str]]:
-        """Returns tensor → the ops that read it, or a view of it."""
+        """Returns tensor → the nodes that read it or a view of it."""
         readers: dict[str, list[str]] = defaultdict(list)
         for op in self._step.graph.ops:
             for name in self._step.node_names[op.name]:
@@ -178,10 +181,10 @@ class _Group:
         return views_to(self._step, tensor_key(tensor))[-1]
 
     def collect(self, first: str) -> None:
-        """Collects all nodes that touch what exists in parts only, starting at a loop.
+        """Collects, starting at a loop, all nodes that touch tensors that exist in parts only.
 
         Raises:
-            StaysWholeError: one of them cannot run on a part.
+            StaysWholeError: a node cannot run on a part.
         """
         stack = [first]
         while stack:
@@ -204,13 +207,12 @@ class _Group:
                 stack += [node_of(owner), *self._readers[owner]]
 
     def _in_parts(self, node: Any) -> Iterator[tuple[str, int | None]]:
-        """Yields the tensors that a node reads or makes and that exist in parts only, each with
-        its axis of the batch."""
+        """Yields a node's inputs and outputs that exist in parts only, each with its batch axis."""
         read, kind = [tensor_key(i) for i in data_inputs(node)], node.op
         if kind == "StatelessWhile":
             yield from ((t, None) for t in (*read, *self._made(node)) if self._is_list(t))
             if self._readers[f"{node.name}:0"]:
-                yield f"{node.name}:0", None  # how often it ran
+                yield f"{node.name}:0", None  # the count of rounds
             if self._is_count(node, 2):
                 yield read[2], None
         elif kind in ("ZerosLike", "AddN", "AddV2") and self._is_list(f"{node.name}:0"):
@@ -257,7 +259,7 @@ class _Group:
         return numbers_of(self._step.nodes[node_of(self._owner(tensor))])
 
     def _takes_one(self, node: Any) -> bool:
-        """Returns whether a node takes one index of the first axis."""
+        """Returns whether a node takes a single index of the first axis."""
         begin = data_inputs(node)[1]
         masks = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")
         is_plain = not any(node.attr[mask].i & 1 for mask in masks)
@@ -269,10 +271,10 @@ class _Group:
     # ---------------------------------------------------------------- rules
 
     def rules(self) -> dict[str, LoopRule]:
-        """Returns how each node runs on a part.
+        """Returns node name → how the node runs on a part.
 
         Raises:
-            StaysWholeError: one of them cannot.
+            StaysWholeError: a node cannot run on a part.
         """
         found = {name: self._rule(self._step.nodes[name]) for name in self._in_order()}
         sizes = [size for rule in found.values() for size in rule.sizes]
@@ -319,10 +321,10 @@ class _Group:
         return "whole" if one.attr["value"] == other.attr["value"] else "traced"
 
     def _sizes(self, tensor: str) -> list[int]:
-        """Returns the lengths of a tensor, and of what it is a view of, along the batch's axis.
+        """Returns the lengths along the batch axis of a tensor and of the tensors it is a view of.
 
         Raises:
-            StaysWholeError: a shape says something else.
+            StaysWholeError: a shape is unknown, or does not halve with the batch.
         """
         chain = views_to(self._step, tensor_key(tensor))
         axis = self.axes.get(chain[-1], 0)
@@ -385,7 +387,7 @@ class _Group:
         return LoopRule(tuple(inputs), tuple(outputs), tuple(sizes))
 
     def _starts_at_zero(self, node: Any) -> list[bool]:
-        """Returns for every input whether it is floating-point numbers, and all zeros."""
+        """Returns for every input whether it is floating-point and all zeros."""
         floating = [tf.as_dtype(number).is_floating for number in node.attr["T"].list.type]
         pairs = zip(floating, data_inputs(node), strict=True)
         return [is_number and self._is_zero(self._owner(t)) for is_number, t in pairs]

@@ -1,6 +1,6 @@
-"""How TensorFlow writes the nodes of a graph: ``NodeDef`` objects that name what they read.
+"""Reads and writes the nodes of a graph: ``NodeDef`` objects that name their inputs.
 
-An input is ``"node"`` or ``"node:1"``, a tensor, or ``"^node"``, a control edge.
+An input is a tensor, ``"node"`` or ``"node:1"``, or a control edge, ``"^node"``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def split_input(name: str) -> tuple[str, int]:
 
 
 def node_of(name: str) -> str:
-    """Returns the name of the node that an input comes from, also in a function, where it is called
-    ``node:output:index``."""
+    """Returns the name of the node that an input comes from. It also takes the inputs of a
+    function's nodes, ``node:output:index``."""
     return name.removeprefix("^").partition(":")[0]
 
 
@@ -43,7 +43,7 @@ def control_inputs(node: Any) -> list[str]:
 
 
 def copied(node: Any, inputs: Iterable[str], name: str = "") -> Any:
-    """Returns a copy of a node that reads other inputs, under another name where one is given."""
+    """Returns a copy of a node with other inputs and, where given, another name."""
     copy = tf.compat.v1.NodeDef()
     copy.CopyFrom(node)
     copy.name = name or node.name
@@ -53,11 +53,11 @@ def copied(node: Any, inputs: Iterable[str], name: str = "") -> Any:
 
 
 def reachable(roots: Iterable[str], sources: Callable[[str], Iterable[str]]) -> set[str]:
-    """Returns the roots, and all that they depend on.
+    """Returns the roots and all nodes that they depend on.
 
     Args:
         roots: names of nodes.
-        sources: returns the names of what a node depends on.
+        sources: returns the names of the nodes that a node depends on.
     """
     stack, found = list(roots), set()
     while stack:
@@ -83,8 +83,8 @@ def constant_bytes(node: Any) -> int:
 
 
 def is_compiled(node: Any) -> bool:
-    """Returns whether a node is a call that XLA compiles, also in a step that it does not compile:
-    Keras calls grouped convolutions so on a CPU."""
+    """Returns whether XLA compiles a call even in a step that is not compiled. On a CPU, Keras
+    calls grouped convolutions so."""
     return "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b
 
 
@@ -94,7 +94,7 @@ def shape_of(tensor: Any) -> tuple[int, ...] | None:
 
 
 def run_node(node: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Adds a copy of a node of a pure graph to the graph that is traced; returns its outputs."""
+    """Adds a copy of a pure graph's node to the graph being traced; returns its outputs."""
     attributes = {k: v for k, v in node.attr.items() if k not in ("_output_shapes", "_class")}
     graph = tf.compat.v1.get_default_graph()
     return list(graph.create_op(node.op, inputs, name=node.name, attrs=attributes).outputs)

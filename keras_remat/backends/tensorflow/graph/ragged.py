@@ -1,8 +1,8 @@
-"""Rows of text that is split into words, and padded: there are as many as samples.
+"""Tells TensorFlow that text split into words and padded has as many rows as samples.
 
-TensorFlow does not infer that: of ``TextVectorization`` inside a model the rows are unknown, and so
-are all shapes behind it, to the last gradient. Then no array has a size, and nothing can be planned
-to be smaller. Told the number, TensorFlow infers the rest.
+TensorFlow does not infer it: behind a ``TextVectorization`` inside a model the number of rows is
+unknown, and so are all later shapes, to the last gradient. Without sizes nothing can be planned.
+Given the number of rows, TensorFlow infers the rest.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 import tensorflow as tf
 
-#: Ops that hand on the number of rows.
+#: Ops that pass on the number of rows.
 _HANDED_ON = frozenset({"Identity", "Cast", "StridedSlice"})
 
 
 def tell_rows(operations: Iterable[Any], graph_def: Any) -> None:
-    """Writes the number of rows into the shape that padded rows are asked for, in place.
+    """Writes the number of rows into the shape argument of the op that pads them, in place.
 
     Args:
-        operations: of a traced graph.
-        graph_def: the same.
+        operations: operations of a traced graph.
+        graph_def: the same graph, which is changed.
     """
     asked = {}
     for op in operations:
@@ -49,8 +49,8 @@ def _rows(op: Any) -> int | None:
 
 
 def _split_texts(count: Any) -> int | None:
-    """Returns how many texts were split, of a scalar that says so: the first number of the dense
-    shape of their words."""
+    """Returns how many texts were split, if ``count`` is the scalar with that number: the first
+    entry of the dense shape of their words."""
     while count.op.type in _HANDED_ON:
         if count.op.type == "StridedSlice":
             begin = tf.get_static_value(count.op.inputs[1])

@@ -1,24 +1,25 @@
-"""The step of one replica, cut out of what ``tf.distribute.MirroredStrategy`` runs on all of them.
+"""Cuts the step of one replica out of the graph that ``tf.distribute.MirroredStrategy`` runs.
 
-``strategy.run(train_step)`` is traced whole, as Keras does, and gives one graph in which every op
-is on the device of its replica. The replicas' parts are the same ops; they meet in collective ops
-alone (``CollectiveReduceV2``: stateful, so they run once and in one order), each of which has an
-input more on every device: its number, which is drawn anew before every step. So the first
-replica's part is a train step like any other: it is optimized, planned and written once, and then
-imported once per device (:mod:`..ordered.lower`) with that device's variables, part of the batch
-and numbers. What is planned does not grow with the replicas, and no control edge can lead from one
-replica to another, for which it would wait for ever where that one waits for it in a collective op.
+``strategy.run(train_step)`` is traced whole, as Keras does. In the resulting graph every op is on
+the device of its replica. The replicas' parts consist of the same ops and meet only in collective
+ops (``CollectiveReduceV2``: stateful, so they run once and in one order). A collective op has one
+more input on every device: its number, which is drawn anew before every step. So the first
+replica's part is a train step like any other. It is optimized, planned and written once, and then
+imported once per device (:mod:`..ordered.lower`), with that device's variables, part of the batch
+and numbers. The planned graph does not grow with the number of replicas. And no control edge can
+lead from one replica to another, which could deadlock with a collective op.
 
-The replicas exchange all gradients in one buffer, which lives beside the gradients and then beside
-what it is divided into: twice the weights, however the ops are ordered. Traced here, they go in
-packs, so that a weight may be updated and its gradient freed before the next pack is made.
+In Keras's own step the replicas exchange all gradients in one buffer. It lives beside the gradients
+it is joined from, and then beside those it is split into: twice the weights, in any order. Traced
+here, gradients go in packs, so that a weight may be updated and its gradient freed before the next
+pack is made.
 
-That the parts are the same is checked, not assumed: every op gets a hash of its type, its
-attributes and the hashes of what it reads, in which a placeholder counts as what it stands for (a
-mirrored variable, an array of the batch). A replica may read a value from the first one where that
-is the same on all of them: Keras counts a step on one device and hands the count to the others.
+The parts are checked to be the same: every op gets a hash of its type, its attributes and the
+hashes of its inputs. A placeholder's hash is that of the thing it stands for (a mirrored variable,
+an array of the batch). A replica may read a value from the first replica if the value is the same
+on all of them: Keras counts a step on one device and sends the count to the others.
 
-Known limits: parts of a batch of unequal shapes, and a train step that asks which replica it runs
+Known limits: a batch with parts of unequal shapes, and a train step that asks which replica it runs
 on, are refused with a reason.
 """
 
@@ -48,10 +49,10 @@ from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
 #: Attributes that two equal ops may differ in.
 _NAMING = frozenset({"_class", "_output_shapes", "_gradient_op_type", "shared_name"})
 
-#: Bytes of a pack of gradients, or a little more: as many as in PyTorch's data parallel training.
+#: Bytes of a pack of gradients, at least: as in PyTorch's data parallel training.
 PACK_BYTES = 25 * 2**20
 
-#: What a placeholder stands for: its kind, and which one of them.
+#: What a placeholder stands for: a kind of thing, and its number.
 Role = tuple[str, int]
 
 
@@ -59,13 +60,13 @@ def trace(model: Any, batch: Any, smallest_bytes: int = 0) -> TensorFlowStep:
     """Traces the train step of one replica of a model; the model is not changed.
 
     Args:
-        model: compiled and built under a ``MirroredStrategy``.
-        batch: what ``train_step`` gets, every array a :class:`.sharded.ShardedArray`.
-        smallest_bytes: the smallest request that the allocator counts.
+        model: a model compiled and built under a ``MirroredStrategy``.
+        batch: the argument of ``train_step``, every array a :class:`.sharded.ShardedArray`.
+        smallest_bytes: bytes of the smallest request that the allocator counts.
 
     Raises:
-        UnsupportedBatchError: its parts are not of one shape.
-        UnsupportedModelError: the step cannot be carried; the message says why.
+        UnsupportedBatchError: the parts of an array differ in shape.
+        UnsupportedModelError: the step is not supported; the message says why.
     """
     strategy = model.distribute_strategy
     devices = strategy.extended.worker_devices
@@ -101,12 +102,12 @@ def trace(model: Any, batch: Any, smallest_bytes: int = 0) -> TensorFlowStep:
 
 
 def _nth(parts: Sequence[Any], at: int) -> Any:
-    """Returns a replica's part of what all return; all of it where it is one value."""
+    """Returns replica ``at``'s part of a result; the only part where there is just one."""
     return parts[at] if len(parts) > 1 else parts[0]
 
 
 class _Cut:
-    """Cuts the first replica's step out of a traced function of all."""
+    """Cuts the first replica's step out of a traced function of all replicas."""
 
     def __init__(self, strategy: Any, concrete: Any):
         self._strategy, self._graph = strategy, concrete.graph
@@ -129,13 +130,13 @@ class _Cut:
             op: [*(tensor.op for tensor in op.inputs), *op.control_inputs]
             for op in self._operations
         }
-        for op in TopologicalSorter(sources).static_order():  # a loop's stacks are made after it
+        for op in TopologicalSorter(sources).static_order():  # a loop's stacks are traced after it
             self._hashes[op.name], self._varies[op.name] = self._hash(op), self._may_vary(op)
 
-    # ---------------------------------------------------------------- what placeholders stand for
+    # ---------------------------------------------------------------- roles of placeholders
 
     def _inputs_by_replica(self) -> list[list[Any]]:
-        """Returns the placeholders of the batch, those of every replica in flattening order."""
+        """Returns for every replica the placeholders of its batch, in flattening order."""
         given = [
             t
             for t in self._graph.inputs
@@ -145,8 +146,8 @@ class _Cut:
         return [given[at * each : (at + 1) * each] for at in range(self._count)]
 
     def _roles_of_placeholders(self) -> dict[str, Role]:
-        """Returns name of a placeholder → what it stands for; equal ones of all replicas have the
-        same."""
+        """Returns name of a placeholder → what it stands for. Corresponding placeholders of the
+        replicas have the same role."""
         roles: dict[str, Role] = {}
         for tensors in self._inputs:
             roles |= {tensor.op.name: ("batch", at) for at, tensor in enumerate(tensors)}
@@ -168,13 +169,13 @@ class _Cut:
         return roles
 
     def _only_reader(self, name: str) -> int | None:
-        """Returns the one replica that reads a placeholder, or ``None``."""
+        """Returns the replica that alone reads a placeholder; ``None`` if several do."""
         readers = self._graph.get_operation_by_name(name).outputs[0].consumers()
         replicas = {self._devices.get(reader.device) for reader in readers}
         return next(iter(replicas)) if len(replicas) == 1 else None
 
     def _is_mirrored(self, name: str) -> bool:
-        """Returns whether a placeholder stands for what is the same on all replicas."""
+        """Returns whether a placeholder's value is the same on all replicas."""
         kind = self._roles[name][0]
         if kind != "variable":
             return kind != "batch"
@@ -182,16 +183,16 @@ class _Cut:
             private.distributed_container(self._external[name])
         )
 
-    # ---------------------------------------------------------------- whether replicas are equal
+    # ---------------------------------------------------------------- equality of replicas
 
     def _hash(self, op: Any) -> int:
-        """Returns a number that is equal for ops of two replicas that compute the same of what each
-        has."""
+        """Returns a number that is equal for ops of two replicas that do the same with their
+        replica's inputs."""
         if op.name in self._roles:
             return hash(self._roles[op.name])
         sources = tuple((self._hashes[t.op.name], t.value_index) for t in op.inputs)
         if op.type == "Identity" and not op.control_inputs:
-            return self._hashes[op.inputs[0].op.name]  # one replica may have what another reads
+            return self._hashes[op.inputs[0].op.name]  # one replica may read it from another
         attributes = tuple(
             (name, self._attribute(value))
             for name, value in sorted(self._nodes[op.name].attr.items())
@@ -205,7 +206,7 @@ class _Cut:
     def _attribute(self, value: Any) -> Hashable:
         if value.WhichOneof("value") != "func":
             return bytes(value.SerializeToString(deterministic=True))
-        function = self._functions[value.func.name]  # its names differ, and those inside it
+        function = self._functions[value.func.name]  # only its names differ, also inside of it
         return frozenset(Counter(node.op for node in function.node_def).items())
 
     def _may_vary(self, op: Any) -> bool:
@@ -254,14 +255,14 @@ class _Cut:
     # ---------------------------------------------------------------- the first replica's part
 
     def _part(self, roots: Sequence[Any], replica: int) -> set[str]:
-        """Returns names of the ops of a replica that its roots depend on."""
+        """Returns the names of a replica's ops that its roots depend on."""
         stack, names = list(roots), set()
         while stack:
             op = stack.pop()
             if op.name in names:
                 continue
             names.add(op.name)
-            # what has been done on another device changes nothing on this one
+            # a control edge from another device does not matter on this one
             stack += [c for c in op.control_inputs if self._runs_on(c, replica)]
             for source in (tensor.op for tensor in op.inputs):
                 if self._runs_on(source, replica):
@@ -279,10 +280,10 @@ class _Cut:
         return self._devices.get(op.device, replica) == replica
 
     def first_replica(self) -> RecordedStep:
-        """Returns the step of the first replica, and what differs on the others.
+        """Returns the step of the first replica, and how the others differ.
 
         Raises:
-            UnsupportedModelError: they do not compute the same.
+            UnsupportedModelError: the replicas do not compute the same.
         """
         roots = list(self._roots())
         self._check_equal(roots)
@@ -309,7 +310,7 @@ class _Cut:
         )
 
     def _without_others(self, names: set[str]) -> Any:
-        """Returns the GraphDef of one replica's ops, on no device."""
+        """Returns the GraphDef of one replica's ops, without devices."""
         document = tf.compat.v1.GraphDef(
             versions=self._document.versions, library=self._document.library
         )
@@ -324,7 +325,7 @@ class _Cut:
         return document
 
     def _replica(self, device: str, parts: Sequence[set[str]], at: int) -> Replica:
-        """Returns what the first replica's placeholders stand for on the device of another."""
+        """Returns the values of the first replica's placeholders on replica ``at``."""
         own = {
             self._roles[name]: name for name in (*self._keys, *self._external) if name in parts[at]
         }

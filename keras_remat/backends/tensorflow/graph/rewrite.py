@@ -1,26 +1,26 @@
-"""Rewrites of the optimized graph that cost nothing and let a schedule go lower.
+"""Rewrites the optimized graph so that schedules need less memory, at no cost.
 
 * ``IdentityN`` is a view per output, but as one node it waits for all of its inputs: the one in a
   Keras optimizer's ``apply`` joins all weight gradients before the first update. It is split into
   single ``Identity`` nodes.
 * oneDNN's layout pass, which runs when a function is instantiated, fuses ``Conv2D`` with
-  ``BiasAdd``, ``Pad`` with ``Conv2D`` and ``Conv2DBackpropFilter`` with ``BiasAddGrad`` without
-  looking at control edges: an order that puts something between the two becomes a cycle. An
-  ``Identity`` between the first two keeps them apart. The gradients of a convolution's kernel and
-  bias become one op (:func:`attached_nodes`), because fused they are summed up in another order
-  than apart, and plain ``fit`` fuses them.
+  ``BiasAdd``, ``Pad`` with ``Conv2D``, and ``Conv2DBackpropFilter`` with ``BiasAddGrad``. The pass
+  ignores control edges: an order with another op between the two becomes a cycle. For the first two
+  pairs an ``Identity`` in between prevents fusion. The gradients of a convolution's kernel and bias
+  become one op (:func:`attached_nodes`): plain ``fit`` fuses them, and fused they are summed up in
+  another order than apart.
 * ``AddN`` of three and more terms becomes a chain of ``AddV2``. Its kernel starts with whichever
   input's buffer it may take over (``AddNOp::Compute``), so the order of a floating-point sum, and
-  its last bit, would hang on the schedule; and it holds all terms at once. The terms of a gradient
-  are added as they are traced, because Grappler has sorted them by name and the first would wait
-  for the last; a sum that Grappler made of nested additions (residual connections) keeps its order,
-  which is the one that plain ``fit`` adds in.
-* SGD's momentum, m ← μ m − η g and then w ← w + m, becomes the one op that TensorFlow has for it
-  (``ResourceApplyKerasMomentum``, which computes the same bits). It works in place, where Keras's
-  three products of the size of the weights are alive at once and the momentum's variable moves to
-  another chunk of the allocator's pool with every step, more and more of which is lost in chunks
-  larger than asked for.
-* Nodes nothing depends on are dropped (variable reads that only order things, dead gradients).
+  its last bit, would depend on the schedule. It also holds all terms at once. The terms of a
+  gradient are added in traced order: Grappler has sorted them by name, and in that order the first
+  term would wait for the last. A sum that Grappler made of nested additions (residual connections)
+  keeps its order, which is that of plain ``fit``.
+* SGD's momentum, m ← μ m − η g and then w ← w + m, becomes TensorFlow's single op for it
+  (``ResourceApplyKerasMomentum``, which computes the same bits) and works in place. Keras has three
+  products of the size of the weights alive at once, and moves the momentum's variable to another
+  chunk of the allocator's pool in every step, which loses more and more memory in chunks larger
+  than requested.
+* Nodes that nothing depends on are dropped (variable reads that only order ops, dead gradients).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def rewrite_for_memory(
     order: Mapping[str, int],
     scalars: Container[str] = (),
 ) -> dict[str, Any]:
-    """Returns the nodes of an equivalent graph; a root that has become part of another node is
-    there under that one's name.
+    """Returns the nodes of an equivalent graph. A root that became part of another node has that
+    node's name.
 
     Args:
         nodes: name → ``NodeDef`` in topological order.
         roots: names of the nodes whose values or effects are wanted.
-        order: node name → its place in the traced order; nodes that Grappler made are missing.
-        scalars: names of nodes whose output 0 is known to have no dimensions.
+        order: node name → position in the traced order; nodes that Grappler made are missing.
+        scalars: names of nodes whose output 0 is known to be a scalar.
     """
     result, replaced = _fuse_momentum(_split_add_n(_split_identity_n(nodes), order), scalars)
     result = _keep_apart(result)
@@ -66,8 +66,8 @@ def rewrite_for_memory(
 
 
 def past_loops(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the nodes where readers of a variable's handle that a loop hands on read the handle:
-    a loop hands every resource on in its place."""
+    """Returns the nodes, with readers of a variable's handle behind a loop reading the handle
+    before it. A loop returns every resource at the position of its input."""
     before = {
         f"{name}:{at}" if at else name: read
         for name, node in nodes.items()
@@ -89,7 +89,7 @@ def past_loops(nodes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-#: Reader type → the types of the producer of its input 0 it would be fused with.
+#: Type of a reader → types of producers of its input 0 that it would be fused with.
 _FUSED_BY_ONEDNN: Mapping[str, frozenset[str]] = {
     "BiasAdd": frozenset({"Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"}),
     "Conv2D": frozenset({"Pad"}),
@@ -114,8 +114,8 @@ def _keep_apart(nodes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attached_nodes(nodes: Mapping[str, Any]) -> dict[str, str]:
-    """Nodes that run as part of another's op: ``BiasAddGrad`` → the only ``Conv2DBackpropFilter``
-    that reads the same gradient."""
+    """Returns node → the node whose op it runs in: a ``BiasAddGrad`` → the only
+    ``Conv2DBackpropFilter`` that reads the same gradient."""
     kernels: dict[str, list[str]] = {}
     biases: dict[str, list[str]] = {}
     for name, node in nodes.items():
@@ -143,7 +143,7 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
             part = _new(f"{name}/part_{at}", "Identity", node, [source, *controls], dtype)
             split[part.name] = part
             renamed[f"{name}:{at}" if at else name] = part.name
-        # whoever waits for the node by a control edge still waits for all of it
+        # nodes with a control edge from this node still wait for all parts
         parts = (f"^{name}/part_{at}" for at in range(len(node.attr["T"].list.type)))
         split[name] = _new(name, "NoOp", node, parts)
     return {
@@ -157,8 +157,8 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
 def _fuse_momentum(
     nodes: Mapping[str, Any], scalars: Container[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns one op per weight for ``AssignVariableOp(m, μ m − η g)`` and ``AssignAddVariableOp(w,
-    m)``, under the second one's name; and the first one's name → that name."""
+    """Replaces ``AssignVariableOp(m, μ m − η g)`` and ``AssignAddVariableOp(w, m)`` by one op per
+    weight, under the second one's name. Returns all nodes, and the first one's name → that name."""
     readers: dict[str, list[str]] = defaultdict(list)
     for name, node in nodes.items():
         for source in node.input:
@@ -189,8 +189,8 @@ def _fuse_momentum(
 def _momentum_step(
     nodes: Mapping[str, Any], add: Any, readers: Mapping[str, list[str]], scalars: Container[str]
 ) -> tuple[Any, tuple[str, str, str]] | None:
-    """Returns the assignment of the momentum that ``add`` adds to a weight, and μ, η and g;
-    ``None`` where this is something else, or somebody else looks at what is between the two."""
+    """Returns the assignment of the momentum that ``add`` adds to a weight, with μ, η and g.
+    ``None`` where ``add`` does something else, or other nodes read the values in between."""
     if add.op != "AssignAddVariableOp":
         return None
     read = nodes[node_of(add.input[1])]
@@ -221,7 +221,7 @@ def _momentum_step(
 
 
 def _scalar_first(product: Any, scalars: Container[str]) -> tuple[str | None, str | None]:
-    """Returns a product's scalar factor and the other one; ``None`` twice where neither or both are
+    """Returns a product's scalar factor and its other factor; ``None`` twice unless exactly one is
     known to be scalar."""
     left, right = product.input[:2]
     known = [node_of(i) in scalars and split_input(i)[1] == 0 for i in (left, right)]
@@ -233,8 +233,8 @@ def _scalar_first(product: Any, scalars: Container[str]) -> tuple[str | None, st
 def traced_places(
     inputs: Mapping[str, Collection[str]], order: Mapping[str, int]
 ) -> dict[str, int]:
-    """Returns the place of every node in the traced order, inputs first; one that was made later
-    stands where its last input does."""
+    """Returns node → position in the traced order, inputs first. A node made after tracing has the
+    position of its last input."""
     places: dict[str, int] = {}
     for name in TopologicalSorter(inputs).static_order():
         places[name] = (

@@ -1,13 +1,13 @@
-"""Ask an op itself what shapes do not tell, by running it once, alone, on made-up inputs.
+"""Measures sizes that shapes do not give, by running an op once, alone, on made-up inputs.
 
-Shape inference cannot tell what cuDNN's recurrent layers keep for their gradient. A size of 0 would
-leave their largest value out of every plan. Nothing tells the scratch of a call that XLA compiles:
-one gradient of ConvNeXtTiny takes 220 MiB of it. The allocations of a recording would tell both,
-but only after the first plan, and sizes only as bytes of a graph that has other bytes already.
-Running the op costs one pass of one layer, while tracing.
+Shape inference does not know the size of the value that cuDNN's recurrent layers keep for their
+gradient. A size of 0 would leave their largest value out of every plan. Nor does anything give the
+scratch of a call that XLA compiles: one gradient of ConvNeXtTiny takes 220 MiB. A recording shows
+both, but only after the first plan, and then the graph has other sizes already. Running the op
+costs one pass of one layer, while tracing.
 
-oneDNN's 2-D convolutions of one sample gather its patches where the processor has no AVX-512, 80
-MiB for 8 that are read, and those of two samples gather none. So do slices of one sample.
+Where the processor has no AVX-512, oneDNN's 2-D convolution of one sample gathers its patches: 80
+MiB for an input of 8. With two samples it gathers none. Slices of one sample gather, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 #: Kinds whose kernels may gather the patches of one sample.
 _OF_ONE_SAMPLE = frozenset({"Conv2D", "_FusedConv2D"})
-#: What an op raises that cannot run alone.
+#: Errors of an op that cannot run alone.
 _CANNOT_RUN = (tf.errors.OpError, ValueError)
 
 
@@ -45,12 +45,12 @@ def output_shapes(
     """Returns the shape of every output of a node; empty where it cannot run alone.
 
     Args:
-        node: a ``NodeDef`` without resources among its inputs.
+        node: the ``NodeDef``, without resources among its inputs.
         operands: shape and dtype of every input.
     """
     if any(shape is None or dtype == tf.resource for shape, dtype in operands):
         return []
-    # ones are lengths of sequences that can be
+    # ones, since they are valid lengths of sequences
     inputs = [tf.ones(shape, dtype) for shape, dtype in operands]
     try:
         return [tuple(output.shape) for output in _alone(node, inputs)()]
@@ -65,16 +65,17 @@ def compiled_scratch_bytes(
     captures: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...] | None],
 ) -> dict[str, int]:
-    """Returns name → scratch in bytes of the calls that XLA compiles in a step that it does not.
+    """Returns name → bytes of scratch of the calls that XLA compiles inside a step that is not
+    compiled.
 
-    Equal calls run once. Those that cannot run alone, and all where the allocator keeps no
-    statistics, are left out.
+    Equal calls run once. Calls that cannot run alone are left out. Without statistics of the
+    allocator all are.
 
     Args:
         nodes: name → ``NodeDef`` of the step.
-        library: its functions.
-        captures: placeholder name → the eager tensor that it stands for; variables are not touched,
-            the call gets others of their shape.
+        library: functions of the step.
+        captures: placeholder name → the eager tensor that it stands for. Variables are not touched:
+            the call gets new ones of the same shapes.
         shapes: tensor name → static shape, or ``None`` when unknown.
     """
     calls = [node for node in nodes.values() if is_compiled(node)]
@@ -99,10 +100,10 @@ def compiled_scratch_bytes(
 def one_sample_scratch_bytes(
     nodes: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None]
 ) -> dict[str, int]:
-    """Returns name → scratch in bytes of oneDNN's 2-D convolutions of one sample.
+    """Returns name → bytes of scratch of oneDNN's 2-D convolutions of one sample.
 
-    Equal ones run once in a process. Those that cannot run alone, and all where the allocator keeps
-    no statistics, are left out.
+    Equal convolutions run once in a process. Those that cannot run alone are left out. Without
+    statistics of the allocator all are.
 
     Args:
         nodes, shapes: as of :func:`compiled_scratch_bytes`.
@@ -120,7 +121,7 @@ def one_sample_scratch_bytes(
         )
         if len(read) < len(data_inputs(node)) or read[0][0] != 1:
             continue
-        # without what differs between equal ones
+        # without name and inputs, which differ between equal convolutions
         like = copied(node, (), "like").SerializeToString(deterministic=True)
         nbytes = _convolution_scratch_bytes(like, read)
         if nbytes is not None:
@@ -130,11 +131,11 @@ def one_sample_scratch_bytes(
 
 @lru_cache(maxsize=256)
 def _convolution_scratch_bytes(like: bytes, read: tuple[tuple[int, ...], ...]) -> int | None:
-    """Returns what a convolution asks for, as :func:`_scratch_bytes` does.
+    """Returns the bytes of scratch of a convolution, as :func:`_scratch_bytes` does.
 
     Args:
         like: its node, serialized.
-        read: the shapes of what it reads.
+        read: shapes of its inputs.
     """
     node = tf.compat.v1.NodeDef.FromString(like)
     dtype = tf.as_dtype(node.attr["T"].type)
@@ -144,7 +145,8 @@ def _convolution_scratch_bytes(like: bytes, read: tuple[tuple[int, ...], ...]) -
 def _operands(
     node: Any, captures: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None]
 ) -> tuple[tuple[bool, tf.TensorSpec], ...] | None:
-    """Returns whether every input is a variable, and its spec; ``None`` where one is not known."""
+    """Returns for every input whether it is a variable, and its spec; ``None`` where a spec is not
+    known."""
     specs = []
     for name, type_ in zip(data_inputs(node), node.attr["Tin"].list.type, strict=True):
         dtype, external = tf.as_dtype(type_), captures.get(node_of(name))
@@ -179,9 +181,10 @@ def _body(function: Any) -> tuple[Any, ...]:
 def _scratch_bytes(
     node: Any, specs: Sequence[tuple[bool, tf.TensorSpec]], library: Any
 ) -> int | None:
-    """Returns what a call asks for beside its inputs and outputs; ``None`` where it cannot run.
+    """Returns the bytes that a call requests beside its inputs and outputs; ``None`` where it
+    cannot run.
 
-    Its first run may ask for more, while it is compiled.
+    The second run is measured: the first compiles, and may request more.
     """
     device = TensorFlowDevice()
     try:
@@ -203,7 +206,7 @@ def _scratch_bytes(
 
 
 def _alone(node: Any, inputs: Sequence[Any], library: Any = None) -> Callable[[], list[Any]]:
-    """Returns what runs a node on inputs."""
+    """Returns a function that runs a node on inputs."""
     document = tf.compat.v1.GraphDef(library=library)
     document.node.append(copied(node, (f"operand_{at}" for at in range(len(inputs))), "alone"))
 

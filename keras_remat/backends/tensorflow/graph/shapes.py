@@ -1,4 +1,5 @@
-"""The static shapes of a graph's tensors: inferred by TensorFlow, and what it cannot infer."""
+"""Finds the static shapes of a graph's tensors: TensorFlow infers most of them, and the rest is
+added here."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def _add_shapes_like_variables(
     captures: Mapping[str, Any],
     shapes: dict[str, tuple[tuple[int, ...] | None, Any]],
 ) -> None:
-    """Zeros in the shape of a variable, also of one that has been through a loop: a loop's gradient
-    begins with them."""
+    """Adds the shapes of ``Fill`` ops in the shape of a variable, also of a variable passed through
+    a loop. A loop's gradient begins with such zeros."""
     for name, node in nodes.items():
         shape, dtype = shapes.get(f"{name}:0", (None, None))
         if node.op != "Fill" or shape is not None:
@@ -71,7 +72,7 @@ def _add_shapes_like_variables(
         handle, index = split_input(nodes[source].input[0])
         while (
             nodes[handle].op in kinds.CONTROL_FLOW and "While" in nodes[handle].op
-        ):  # hands every resource on in its place
+        ):  # a loop returns every resource at the position of its input
             handle, index = split_input(nodes[handle].input[index])
         if handle in captures:
             shapes[f"{name}:0"] = (tuple(private.variable_spec(captures[handle]).shape), dtype)
@@ -80,8 +81,8 @@ def _add_shapes_like_variables(
 def _add_hidden_outputs(
     nodes: Mapping[str, Any], shapes: dict[str, tuple[tuple[int, ...] | None, Any]]
 ) -> None:
-    """Gives the forward ops of ``kinds.HIDDEN_OUTPUT`` their second output: an index per element of
-    the first, of a byte where the window is smaller than 256 elements."""
+    """Gives the forward ops of ``kinds.HIDDEN_OUTPUT`` their second output: one index per element
+    of the first output, as one byte where the window has fewer than 256 elements."""
     forward = {kind for kind, _ in kinds.HIDDEN_OUTPUT}
     for name, node in nodes.items():
         shape, dtype = shapes.get(f"{name}:0", (None, None))

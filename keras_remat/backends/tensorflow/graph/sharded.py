@@ -1,7 +1,7 @@
-"""A batch that is divided among replicas: one part of every array for each of them.
+"""Represents a batch that is divided among replicas: each gets one part of every array.
 
-The layers above ask an array of a batch for its shape and dtype only; a shape here is that of all
-parts together, so a batch has the samples that ``fit`` was asked for.
+The layers above read only the shape and dtype of a batch's arrays. The shape here is that of all
+parts together, so a batch has the number of samples that ``fit`` was called with.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class ShardedArray:
     """Holds one array of a divided batch.
 
     Args:
-        given: as Keras's iterator gave it.
-        parts: what each replica trains.
+        given: the array as Keras's iterator yields it.
+        parts: each replica's part.
     """
 
     given: Any
@@ -27,7 +27,7 @@ class ShardedArray:
 
     @property
     def dtype(self) -> Any:
-        """Returns the type of every part."""
+        """Returns the dtype of every part."""
         return self.parts[0].dtype
 
     @property
@@ -38,7 +38,7 @@ class ShardedArray:
 
     @property
     def is_even(self) -> bool:
-        """Returns whether all parts have one shape, and samples."""
+        """Returns whether all parts have the same shape and are not empty."""
         shapes = {tuple(part.shape) for part in self.parts}
         return len(shapes) == 1 and 0 not in next(iter(shapes))
 
@@ -50,7 +50,7 @@ class ShardedArray:
 
 
 def divided(strategy: Any, array: Any) -> ShardedArray:
-    """Divides an array among the replicas of a strategy, as evenly as its samples can be."""
+    """Divides an array's samples among the replicas of a strategy, as evenly as possible."""
     devices = strategy.extended.worker_devices
     parts = []
     for device, part in zip(devices, np.array_split(np.asarray(array), len(devices)), strict=True):
@@ -63,5 +63,5 @@ def divided(strategy: Any, array: Any) -> ShardedArray:
 
 
 def part_of(leaf: Any, replica: int) -> Any:
-    """Returns what a replica trains of an array: all of it where the batch is not divided."""
+    """Returns a replica's part of an array; the whole array where the batch is not divided."""
     return leaf.parts[replica] if isinstance(leaf, ShardedArray) else tf.convert_to_tensor(leaf)

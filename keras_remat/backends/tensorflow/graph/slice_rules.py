@@ -1,17 +1,17 @@
-"""How TensorFlow's ops run on a slice of the batch: a table, read off the ops' definitions.
+"""Lists how TensorFlow's ops run on a slice of the batch, by the ops' definitions.
 
-An op may run in slices along the first axis of what it makes, or of what it sums up. What every
-input and output is to a part stands in the table by the op's type; where it depends on shapes or
-attributes, a function says. A type missing here stays whole, and so does an op with a shape that is
-not known: both are always right.
+An op may run in slices along the first axis of its result, or of the values it sums up. A table
+gives the mode of every input and output by the op's type. Where modes depend on shapes or
+attributes, a function computes them. A type missing here stays whole, and so does an op with an
+unknown shape: both are always right.
 
-Shapes are the only thing that is looked at, never which axis is the batch's: a rule holds for any
-operands. ``FusedBatchNorm`` looks at the whole batch and stays whole. A uniform or normal random op
-draws four numbers from each step of a counter (Philox; Salmon et al. 2011), so that a part begins
-at a later one, and a slice of dropout is a slice of the same mask; other random ops stay whole.
-Loops have rules of their own (:mod:`.loop_slices`).
+Rules look only at shapes, never at which axis is the batch's, so a rule holds for any operands.
+``FusedBatchNorm`` reads the whole batch and stays whole. A uniform or normal random op draws four
+numbers from each step of a counter (Philox; Salmon et al. 2011). So a part begins at a later step,
+and a slice of dropout is a slice of the same mask. Other random ops stay whole. Loops have other
+rules (:mod:`.loop_slices`).
 
-One file, though long: the table, and what reads it.
+One long file: the table, and the code that reads it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from keras_remat.backends.tensorflow.graph.nodes import (
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.core.slices import SliceRule
 
-#: What an input is to a part of its op: its own part of it; all of it; or the shape of what the
-#: whole op makes, whose first number becomes the part's; or the counter of a random op, which is
-#: further on for a later part.
+#: How a part of an op reads an input: only a part of it; the whole; as the shape of the op's
+#: result, whose first number becomes the part's; or as the counter of a random op, which is
+#: advanced for later parts.
 InputMode = Literal["part", "whole", "shape", "counter"]
 
 Shape = tuple[int, ...]
-#: What the outputs of all parts are to the whole op's.
+#: How the outputs of all parts make the whole op's.
 OutputMode = Literal["part", "sum", "mean"]
 #: How many numbers a random op draws from each step of its counter.
 DRAWN_AT_ONCE = 4
-#: Its algorithms that do: Philox, and what TensorFlow chooses outside of XLA, which is Philox.
+#: Algorithms of random ops that draw so: Philox, and TensorFlow's choice, Philox outside of XLA.
 _PHILOX = (1, 3)
-#: Modes of the inputs, and of the outputs; ``None``: stays whole.
+#: Modes of the inputs, and the mode of the outputs; ``None`` if the op stays whole.
 Found = tuple[tuple[InputMode, ...], OutputMode] | None
 
-#: One shape for all, but that an input may be broadcast.
+#: All inputs have the shape of the result or are broadcast to it.
 _ELEMENTWISE = (
     kinds.REUSES_INPUT - names("BiasAdd Softmax LogSoftmax Select _UnaryOpsComposition")
 ) | names("""
@@ -88,13 +88,13 @@ _FIXED: Mapping[str, tuple[tuple[InputMode, ...], OutputMode]] = {
 
 @dataclass(frozen=True)
 class Operands:
-    """Says what a rule looks at.
+    """Holds the data that a rule reads.
 
     Args:
-        node: the op's.
-        shapes: of its inputs.
-        result: the shape of its output 0.
-        constants: the numbers of inputs that are constants of a few ints.
+        node: the op's node.
+        shapes: shapes of its inputs.
+        result: shape of its output 0.
+        constants: position of an input → its numbers, for constants of a few ints.
     """
 
     node: Any
@@ -103,7 +103,7 @@ class Operands:
     constants: Mapping[int, list[int]]
 
     def like_result(self, shape: Shape) -> InputMode:
-        """Returns what an input is to a part that is broadcast to the result."""
+        """Returns the mode of an input that is broadcast to the result."""
         same = bool(shape) and len(shape) == len(self.result) and shape[0] == self.result[0]
         return "part" if same else "whole"
 
@@ -113,17 +113,18 @@ def _elementwise(op: Operands) -> Found:
 
 
 def _choice(op: Operands) -> Found:
-    """Takes each number, or each row, from one of two; ``Select`` broadcasts nothing else."""
+    """Handles ``Select``: takes each number, or each row, from one of two inputs. It broadcasts
+    only its condition."""
     return ("part" if op.shapes[0] else "whole", "part", "part"), "part"
 
 
 def _by_sample(op: Operands) -> Found:
-    """Normalizes the last axis."""
+    """Handles ops that normalize the last axis."""
     return (("part",), "part") if len(op.result) > 1 else None
 
 
 def _fused_inputs(op: Operands) -> list[InputMode] | None:
-    """Returns the modes of what a fused product reads after its two factors."""
+    """Returns the modes of a fused product's inputs after its two factors."""
     modes: list[InputMode] = []
     for kind in op.node.attr["fused_ops"].list.s:
         if kind == b"BiasAdd":
@@ -193,7 +194,7 @@ def _reduction(op: Operands) -> Found:
 
 
 def _along_another_axis(op: Operands) -> Found:
-    """Works along the axis that the second input names."""
+    """Handles ops that work along the axis named by the second input."""
     axis = op.constants.get(1)
     if axis is None or axis[0] % len(op.shapes[0]) == 0:
         return None
@@ -201,7 +202,7 @@ def _along_another_axis(op: Operands) -> Found:
 
 
 def _splitting(op: Operands) -> Found:
-    """Divides a value along the axis that the first input names."""
+    """Handles ops that divide a value along the axis named by the first input."""
     axis = op.constants.get(0)
     if axis is None or axis[0] % len(op.shapes[1]) == 0:
         return None
@@ -240,7 +241,7 @@ def _tiling(op: Operands) -> Found:
     times = op.constants.get(1)
     if times and times[0] == 1:
         return ("part", "whole"), "part"
-    # one row for all samples: a part has as many of it as the first number says
+    # the same row for all samples: a part repeats it as often as the first number says
     return (("whole", "shape"), "part") if times and op.shapes[0][0] == 1 else None
 
 
@@ -272,7 +273,7 @@ def _strided_slice(op: Operands) -> Found:
     if any(attributes[name].i & 1 for name in others) or steps is None:
         return None
     whole = op.shapes[0] if op.node.op == "StridedSlice" else op.result
-    if attributes["ellipsis_mask"].i & 1:  # it stands for the first axes, at least for one
+    if attributes["ellipsis_mask"].i & 1:  # the ellipsis must stand for at least one axis
         takes_all = len(whole) >= len(steps)
     else:
         takes_all = (
@@ -320,8 +321,7 @@ _BY_SHAPE: Mapping[str, Callable[[Operands], Found]] = {
 
 
 def modes_of(op: Operands) -> Found:
-    """Returns what each input of an op is to a part of it, and what its outputs are; ``None`` where
-    it stays whole."""
+    """Returns the modes of an op's inputs and outputs; ``None`` where it stays whole."""
     fixed, by_shape = _FIXED.get(op.node.op), _BY_SHAPE.get(op.node.op)
     found = fixed if by_shape is None else by_shape(op)
     if found is None or len(found[0]) != len(op.shapes) or (found[1] == "part" and not op.result):
@@ -335,7 +335,7 @@ def modes_of(op: Operands) -> Found:
 
 
 def input_modes(step: TensorFlowStep, node: Any) -> Found:
-    """Returns :func:`modes_of` a node; ``None``, too, where a shape is not known."""
+    """Returns :func:`modes_of` a node; also ``None`` where a shape is not known."""
     result = step.tensor_shapes.get(f"{node.name}:0")
     if node.op not in _FIXED.keys() | _BY_SHAPE.keys() or result is None:
         return None
@@ -352,7 +352,7 @@ def _tells_shape(numbers: Sequence[int] | None, result: Shape) -> bool:
     return numbers is not None and len(numbers) == len(result) and numbers[0] in (result[0], -1)
 
 
-#: Constants with more numbers than a shape has are not looked at.
+#: Larger constants are not read: they cannot be shapes.
 _MOST_NUMBERS = 64
 
 
@@ -372,7 +372,7 @@ def numbers_of(node: Any) -> list[int] | None:
 
 
 def views_to(step: TensorFlowStep, tensor: str) -> list[str]:
-    """Returns a tensor, what it is a view of, and so on; last, the one whose storage it shares."""
+    """Returns a tensor, the tensor it is a view of, and so on; the last one owns the storage."""
     chain = [tensor]
     while (name := node_of(chain[-1])) in step.folded and (read := data_inputs(step.nodes[name])):
         chain.append(tensor_key(read[0]))
@@ -393,7 +393,7 @@ def _is_hidden(step: TensorFlowStep, tensor: str) -> bool:
 
 
 def slice_rules(step: TensorFlowStep) -> dict[int, SliceRule]:
-    """Returns op id → how it may run in slices, of the ops that may."""
+    """Returns op id → its slice rule, for ops that may run in slices."""
     rules = {}
     for op in step.graph.ops:
         found = [_rule_of_node(step, step.nodes[name]) for name in step.node_names[op.name]]
@@ -405,12 +405,13 @@ def slice_rules(step: TensorFlowStep) -> dict[int, SliceRule]:
 
 @dataclass(frozen=True)
 class _NodeRule:
-    """Says how one node runs on a part.
+    """Holds how one node runs on a part.
 
     Args:
-        sliced, whole: the tensors that a part reads a part of, or the whole of.
-        output: what its outputs are.
-        divides: what the number of parts divides.
+        sliced: tensors of which a part reads a part.
+        whole: tensors of which a part reads all.
+        output: mode of the outputs.
+        divides: a number that the number of parts must divide.
     """
 
     sliced: frozenset[str]
@@ -451,8 +452,8 @@ def _rule_of_node(step: TensorFlowStep, node: Any) -> _NodeRule | None:
 
 
 def whole_draws(shape: Shape) -> int:
-    """Returns the number that those divide into which a random op's result is cut so that every
-    part begins with a step of the counter; 0 for none."""
+    """Returns a number for a random op's result: if the number of parts divides it, every part
+    begins with a step of the counter. Returns 0 where there is none."""
     of_one = prod(shape[1:])
     for samples in (1, 2, 4):
         if shape[0] % samples == 0 and samples * of_one % DRAWN_AT_ONCE == 0:
@@ -461,7 +462,7 @@ def whole_draws(shape: Shape) -> int:
 
 
 def _together(step: TensorFlowStep, op_id: int, found: Sequence[_NodeRule]) -> SliceRule:
-    """Returns the rule of an op of one or more nodes, by ids of values."""
+    """Returns the rule of an op from the rules of its nodes, with ids of values for tensors."""
     op, values = step.graph.ops[op_id], step.graph.values
     sliced = {tensor for one in found for tensor in one.sliced}
     whole = {tensor for one in found for tensor in one.whole}
@@ -478,8 +479,8 @@ def _together(step: TensorFlowStep, op_id: int, found: Sequence[_NodeRule]) -> S
 
 
 def _with_partners(step: TensorFlowStep, rules: dict[int, SliceRule]) -> dict[int, SliceRule]:
-    """Keeps those together that share an output which the graph does not show: oneDNN's pass looks
-    for the two side by side."""
+    """Makes ops that share a hidden output partners, which are sliced together: oneDNN's pass looks
+    for the two ops side by side."""
     for value in step.graph.values:
         if value.producer is None or not _is_hidden(step, value.name):
             continue

@@ -1,22 +1,22 @@
 """Writes a traced step with some of its ops in slices: the nodes of a
 :class:`~keras_remat.core.slices.SlicedGraph`.
 
-Each op of that graph is a node, by the op's name. A part is its op's node with other inputs: the
-parts of what it reads by part, reshaped where a view stood between, and constants that tell a shape
-with the part's first number. What is added to a graph by slicing:
+Each op of that graph is a node with the op's name. A part is its op's node with other inputs: parts
+of the sliced inputs, reshaped where there was a view, and shape constants with the part's size as
+first number. Slicing adds to a graph:
 
-* a cut is ``GatherV2`` of one row of the value seen as ``[parts, rows of one, ...]``. It copies;
-  ``Slice`` and ``Split`` would share the buffer where it is aligned, and keep all of it alive;
-* a join is ``Empty`` and then ``InplaceUpdate`` of one row each, of the same view. It writes into
-  the buffer that it was given, which nobody else reads;
+* a cut is ``GatherV2`` of one row of the value viewed as ``[parts, rows of one part, ...]``. It
+  copies; ``Slice`` and ``Split`` would share the buffer where it is aligned, and keep all of it
+  alive;
+* a join is ``Empty`` and then ``InplaceUpdate`` of one row per part, in the same view. It writes
+  into its input's buffer, which no other op reads;
 * a sum is ``AddV2``, in the order of the parts; a mean is divided by their number, which changes
   no bit where it is a power of two;
-* a part of a random op has its counter moved on by what the parts before it draw.
+* a part of a random op has its counter advanced by the numbers that earlier parts draw.
 
-Readers of a value that is joined or summed up read it under its new name. Nothing else of the step
-is another one than before: what does not run in slices is the same node.
+Readers of a joined or summed value read it under its new name. All other nodes stay the same.
 
-One file, though long: one writer, which looks at the nodes that it has written so far.
+One long file: a single writer, which reads the nodes that it has written so far.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class StepSlicer:
     """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`).
 
     Args:
-        step: the whole one.
-        at_size: traces the step at another batch size; where it cannot be, loops stay whole.
+        step: the whole step.
+        at_size: traces the step at another batch size; without it, loops stay whole.
+        granule_bytes: bytes to which the allocator rounds a value's size.
     """
 
     step: TensorFlowStep
@@ -78,7 +79,7 @@ class StepSlicer:
 
     @cached_property
     def rules(self) -> dict[int, SliceRule]:
-        """Returns op id → how it may run in slices."""
+        """Returns op id → how the op may run in slices."""
         return slice_rules(self.step) | self.loops.slice_rules(self.step)
 
     @cached_property
@@ -93,7 +94,7 @@ class StepSlicer:
             return Loops()
 
     def _of_part(self, slicing: Slicing) -> TensorFlowStep | None:
-        """Returns the step as it is traced for one part, where a loop runs in slices."""
+        """Returns the step traced for one part, if a loop runs in slices; else ``None``."""
         names = [self.step.graph.ops[op_id].name for op_id in slicing.ops]
         in_loops = [name for name in names if name in self.loops.rules]
         if not in_loops:
@@ -106,12 +107,12 @@ class StepSlicer:
 
     @property
     def _samples(self) -> int:
-        """Returns the samples of the batch; 1 where its arrays do not agree."""
+        """Returns the batch size; 1 where the batch's arrays do not agree."""
         sizes = {shape[0] for _, _, shape in self.step.inputs if shape.rank}
         return int(sizes.pop() or 1) if len(sizes) == 1 else 1
 
     def _in_parts(self, parts: int) -> TensorFlowStep:
-        """Returns the step as it is traced for one part of the batch."""
+        """Returns the step traced for one part of the batch."""
         if self.at_size is None:
             raise LookupError("the step is not traced at another size")
         return self.at_size(self._samples // parts)
@@ -120,7 +121,7 @@ class StepSlicer:
         """Returns the step with some ops in slices.
 
         Raises:
-            InvalidProblemError: they cannot run so.
+            InvalidProblemError: the ops cannot run in these slices.
         """
         axes = {
             value.id: axis
@@ -132,7 +133,7 @@ class StepSlicer:
 
     @cached_property
     def _whole(self) -> TensorFlowStep:
-        """Returns the step, which can be sliced otherwise."""
+        """Returns the whole step with this slicer, so that it can be sliced differently."""
         return replace(self.step, slicer=self)
 
 
@@ -148,7 +149,10 @@ class _Writer:
     ):
         """
         Args:
-            of_part: the step as it is traced for one part, where a loop runs in slices.
+            step: the whole step.
+            sliced: the graph to write.
+            loops: how loops run in slices.
+            of_part: the step traced for one part, where a loop runs in slices.
         """
         self._step, self._sliced, self._loops, self._of_part = step, sliced, loops, of_part
         self._chosen = set(sliced.slicing.ops)
@@ -156,12 +160,12 @@ class _Writer:
         self._shapes = dict(step.tensor_shapes)
         self._attached: dict[str, str] = {}
         self._folded: set[str] = set()
-        self._renamed: dict[str, str] = {}  # tensor of an op in slices → where it is whole
+        self._renamed: dict[str, str] = {}  # tensor of an op in slices → tensor that joins it
         self._divisions: dict[str, tuple[Any, Any]] = {}
         self._value_of = {value.name: value.id for value in step.graph.values}
 
     def step(self) -> TensorFlowStep:
-        """Returns the step."""
+        """Returns the sliced step."""
         whole = []
         for op, origin in zip(self._sliced.graph.ops, self._sliced.origins, strict=True):
             if origin.role == "whole":
@@ -194,7 +198,8 @@ class _Writer:
         )
 
     def _bodies(self) -> dict[str, Any]:
-        """Returns the functions of the step, those of its parts' loops too, and what these hold."""
+        """Returns the changed fields of the step: its functions with those of its parts' loops, and
+        the workspace of these loops."""
         if self._of_part is None:
             return {}
         library = type(self._step.library)()
@@ -208,10 +213,10 @@ class _Writer:
             needed |= {f"{name}/slice_{n}": nbytes for n in range(self._sliced.slicing.parts)}
         return {"library": library, "body_workspace_bytes": needed}
 
-    # ---------------------------------------------------------------- what stays whole
+    # ---------------------------------------------------------------- whole ops
 
     def _copy_whole(self, names: Iterable[str]) -> None:
-        """Copies all nodes but those in slices; they read what is whole."""
+        """Copies all nodes but those in slices. The copies read whole tensors."""
         gone = {
             name
             for op_id in self._chosen
@@ -231,8 +236,8 @@ class _Writer:
         return self._renamed.get(tensor_key(tensor), tensor)
 
     def _used(self, ops: Sequence[str], outputs: Sequence[str]) -> dict[str, Any]:
-        """Returns the nodes whose tensors ops or outputs depend on; a view of what is there in
-        parts alone is none. What waited for a node that is gone waits for the effects behind it."""
+        """Returns the nodes that ops or outputs depend on. That drops views of tensors that exist
+        in parts only. A node that waited for a dropped node waits for the effects behind it."""
 
         def sources(name: str) -> list[str]:
             return [node_of(read) for read in data_inputs(self._nodes[name])]
@@ -262,7 +267,11 @@ class _Writer:
         """Writes a node of one output; returns its tensor.
 
         Args:
-            types: attributes that are types.
+            name: name of the node.
+            kind: type of its op.
+            inputs: tensors it reads.
+            shape: shape of its output.
+            types: attributes that are dtypes.
         """
         node = tf.compat.v1.NodeDef(name=name, op=kind, input=inputs)
         for attribute, dtype in types.items():
@@ -281,7 +290,7 @@ class _Writer:
         return f"{name}:0"
 
     def _reshaped(self, name: str, tensor: str, shape: Sequence[int], dtype: Any) -> str:
-        """Returns a view of a tensor in another shape; the tensor where it has that shape."""
+        """Returns a view of a tensor in another shape; the tensor itself if it has that shape."""
         shape = tuple(shape)
         if self._shapes.get(tensor) == shape:
             return tensor
@@ -344,7 +353,7 @@ class _Writer:
                 at += 1
 
     def _write_part_of_loop(self, name: str, part: int) -> None:
-        """Writes a part of a loop, or of an op beside it, as it is at the part's size."""
+        """Writes a part of a loop or of an op in its group, as traced at the part's size."""
         if self._of_part is None:
             raise LookupError("the step is not traced at the size of a part")
         inputs, rule, new = [], self._loops.rules[name], f"{name}/slice_{part}"
@@ -363,7 +372,7 @@ class _Writer:
             self._shapes[f"{new}:{at}"] = self._of_part.tensor_shapes[f"{name}:{at}"]
 
     def _traced_constant(self, name: str, reader: str, at: int) -> str:
-        """Returns a constant that an op reads where it is traced at the size of a part."""
+        """Returns the constant that input ``at`` of an op is in the trace at the part's size."""
         step = self._of_part
         if name not in self._nodes and step is not None:
             read = tensor_key(data_inputs(step.nodes[reader])[at])
@@ -374,9 +383,9 @@ class _Writer:
         return f"{name}:0"
 
     def _counter(self, name: str, tensor: str, drawn: int) -> str:
-        """Returns a random op's counter after so many numbers were drawn.
+        """Returns a random op's counter after ``drawn`` numbers.
 
-        It has 128 bits, of which TensorFlow draws the upper 64: the lower ones begin at 0.
+        The counter has 128 bits. TensorFlow draws the upper 64, and the lower ones begin at 0.
         """
         types = {"T": tf.uint64, "type": tf.int64}
         signed = self._node(f"{name}/signed", "Bitcast", [self._whole(tensor)], (2,), **types)
@@ -388,7 +397,7 @@ class _Writer:
         return found
 
     def _divide_part(self, name: str, new: str) -> None:
-        """Notes the division that takes the place of a part, where one takes that of its op."""
+        """Notes the division that replaces a part, if a division replaces the whole op."""
         if name in self._step.divisions:
             divisor, division = self._step.divisions[name]
             count = f"{new}/count"
@@ -397,7 +406,7 @@ class _Writer:
             self._divisions[new] = copied(divisor, (), count), copied(division, inputs, new)
 
     def _part(self, tensor: str, part: int) -> str:
-        """Returns one part of a tensor whose parts are made or cut."""
+        """Returns one part of a tensor that is made in parts or cut."""
         owner = views_to(self._step, tensor)[-1]
         value_id = self._value_of[owner]
         if (value_id, part) in self._sliced.parts:
@@ -412,8 +421,8 @@ class _Writer:
         return self._reshaped(view, made, self._part_shape(tensor), self._dtype(value_id))
 
     def _part_of_shape(self, name: str, tensor: str) -> str:
-        """Returns a constant that tells the shape of a part where another tells that of the whole.
-        Its type is that one's."""
+        """Returns a constant with the shape of a part, made from the constant with the whole's
+        shape, in the same dtype."""
         if name not in self._nodes:
             node = self._step.nodes[node_of(views_to(self._step, tensor)[-1])]
             numbers = np.array(tf.make_ndarray(node.attr["value"].tensor))

@@ -1,4 +1,4 @@
-"""A traced train step on TensorFlow, and what goes in and comes out when it runs."""
+"""Holds a traced train step on TensorFlow, and converts its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from keras_remat.core.schedule import Schedule
 
 @dataclass(frozen=True)
 class Replica:
-    """Says what differs between the replicas that run one step side by side.
+    """Holds the data that differ between the replicas of one step.
 
     Args:
         captures: placeholder name → the eager tensor (a variable's handle, a constant) it stands
             for.
-        device: where it runs; empty where TensorFlow chooses.
-        keys: what is called before every step, in this order, for the step's last inputs: the
-            numbers under which its collective ops meet those of the other replicas.
+        device: device of the replica; empty where TensorFlow chooses.
+        keys: functions called before every step, in this order. They return the step's last inputs:
+            the numbers by which its collective ops find those of the other replicas.
     """
 
     captures: Mapping[str, Any]
@@ -45,11 +45,11 @@ class Replica:
 
 @dataclass(frozen=True)
 class TouchedVariables:
-    """Holds the variables of all devices that a traced step reads or writes, whoever holds them.
+    """Holds the variables of all devices that a traced step reads or writes, whoever owns them.
 
     Args:
-        all: distinct ``tf.Variable`` objects, in the order in which they were first used.
-        written: the ones that the step may write.
+        all: distinct ``tf.Variable`` objects, in order of first use.
+        written: the variables that the step may write.
     """
 
     all: tuple[Any, ...]
@@ -58,7 +58,7 @@ class TouchedVariables:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorFlowStep(TracedStep):
-    """Holds a traced train step with what is needed to run it.
+    """Holds a traced train step with everything needed to run it.
 
     Args:
         resident_bytes: bytes of weights, optimizer slots, other captured tensors and the batch,
@@ -66,21 +66,21 @@ class TensorFlowStep(TracedStep):
         nodes: name → ``NodeDef`` of the optimized graph, views and constants included.
         versions: the GraphDef's ``versions`` field.
         library: the GraphDef's function library.
-        body_workspace_bytes: name of a loop or branch → what its largest body holds on its way.
-        waiting_bytes: name of a loop → what each of its rounds adds to sums.
+        body_workspace_bytes: name of a loop or branch → bytes of workspace of its largest body.
+        waiting_bytes: name of a loop → bytes that each of its rounds adds to sums.
         folded: names of the nodes that are no ops: views, constants, variable reads, ``NoOp``.
-        inputs: ``(placeholder name, dtype, shape)`` of the batch, in flattening order, and then of
-            the keys of a replica.
+        inputs: ``(placeholder name, dtype, shape)`` of the batch's tensors, in flattening order,
+            then of the keys of a replica.
         output_tensors: names of the tensors the step returns, in flattening order of
             ``output_structure``.
-        output_structure: what ``train_step`` returned, as :func:`without_graph` returns it.
+        output_structure: structure of ``train_step``'s result, from :func:`without_graph`.
         tensor_shapes: tensor name → static shape, or ``None`` when unknown.
         attached: node name → the node whose op it is part of, see :func:`.rewrite.attached_nodes`.
-        effects_behind: node name → the ops with an effect that have run once it has.
-        divisions: op name → a constant, and the division by it that takes the op's place where
-            plain ``fit`` does not know the batch's size (:mod:`.counts`).
-        replicas: all that run the step on their part of a batch, the traced one first.
-        variables: what it touches.
+        effects_behind: node name → the ops with an effect that have run once the node has.
+        divisions: op name → a constant and a division by it. They replace the op where plain
+            ``fit`` does not know the batch size (:mod:`.counts`).
+        replicas: all replicas, each of which trains its part of a batch; the traced one first.
+        variables: the variables that the step touches.
     """
 
     resident_bytes: int
@@ -102,8 +102,8 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def held_bytes(self) -> Sequence[int]:
-        """Returns the bytes of the large constants of the graph, and of every call of a function,
-        also in the body of a loop; see :class:`~keras_remat.backends.base.TracedStep`."""
+        """Returns the bytes of each large constant in the graph and in every called function, once
+        a call, also in the body of a loop; see :class:`~keras_remat.backends.base.TracedStep`."""
         functions = {function.signature.name: function for function in self.library.function}
 
         def of(nodes: Iterable[Any]) -> Iterator[int]:
@@ -117,8 +117,8 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def plain_surplus_bytes(self) -> int:
-        """Returns the products and sums of the largest weight's update, which are in place here
-        (:mod:`.rewrite`)."""
+        """Returns the bytes of the products and sums in the update of the largest weight. Planned
+        steps compute them in place (:mod:`.rewrite`)."""
         updates = (node for node in self.nodes.values() if node.op in kinds.IN_PLACE_UPDATES)
         captures = self.replicas[0].captures
         variables = (
@@ -132,16 +132,16 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def plain_least_bytes(self) -> int:
-        """Returns twice the bytes that replicas exchange: in Keras's own step they are in one
-        buffer, beside what it is made of or divided into (:mod:`.replicas`)."""
+        """Returns twice the bytes that replicas exchange. Keras's own step holds them in one
+        buffer, beside the gradients it is joined from or split into (:mod:`.replicas`)."""
         exchanged = (op for op in self.graph.ops if op.kind == "CollectiveReduceV2")
         return 2 * sum(self.graph.values[at].nbytes for op in exchanged for at in op.outputs)
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
-        """Returns what Keras's own step is predicted to need, with its ops as they were traced.
+        """Returns the predicted peak of Keras's own step, with its ops in traced order.
 
-        It runs an op as soon as all that it waits for has run, on a CPU several at once, and takes
-        another peak from run to run: see :meth:`plain_unordered_bytes`.
+        In truth it runs an op as soon as its predecessors have run, on a CPU several at once, and
+        its peak varies from run to run: see :meth:`plain_unordered_bytes`.
         """
         if self.whole is not None:
             return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
@@ -162,8 +162,8 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def _ahead_bytes(self) -> dict[int, int]:
-        """Returns op id of a loop → what waits for sums in the rounds that are ahead of the first
-        one that runs. Planned steps run next to none ahead."""
+        """Returns op id of a loop → bytes that wait to be summed in rounds run ahead of the first
+        unfinished one. Planned steps run hardly any round ahead."""
         return {
             self.op_id[name]: (self.nodes[name].attr["parallel_iterations"].i - 1) * nbytes
             for name, nbytes in self.waiting_bytes.items()
@@ -171,22 +171,22 @@ class TensorFlowStep(TracedStep):
         }
 
     def _with_own_needs(self, problem: Problem, peak_bytes: int) -> int:
-        """Returns a peak with what Keras's own step needs and the traced one does not."""
+        """Returns a peak plus the memory that only Keras's own step needs, not the traced one."""
         resident_bytes = problem.profile.resident_bytes
         needed = max(peak_bytes - resident_bytes, self.plain_least_bytes)
         return resident_bytes + needed + self.plain_surplus_bytes
 
     @cached_property
     def compiled_scratch_bytes(self) -> dict[str, int]:
-        """Returns op name → bytes of scratch of the calls that XLA compiles, as far as running each
-        alone tells."""
+        """Returns op name → bytes of scratch of a call that XLA compiles, measured by running it
+        alone where it can."""
         captures = self.replicas[0].captures
         return compiled_scratch_bytes(self.nodes, self.library, captures, self.tensor_shapes)
 
     @cached_property
     def one_sample_scratch_bytes(self) -> dict[str, int]:
-        """Returns op name → bytes of scratch of oneDNN's convolutions of one sample, as far as
-        running each alone tells."""
+        """Returns op name → bytes of scratch of oneDNN's convolution of one sample, measured by
+        running it alone where it can."""
         return one_sample_scratch_bytes(self.nodes, self.tensor_shapes)
 
     @cached_property
@@ -218,16 +218,15 @@ def given_leaves(batch: Any) -> list[Any]:
 
 
 def without_graph(structure: Any) -> Any:
-    """Returns what a traced function returned with a ``TensorSpec`` for every tensor, each of which
-    would hold the function's graph."""
+    """Returns a traced function's result with a ``TensorSpec`` for every tensor. A tensor would
+    keep the function's graph alive."""
     return tf.nest.map_structure(
         lambda x: tf.TensorSpec(x.shape, x.dtype) if isinstance(x, tf.Tensor) else x, structure
     )
 
 
 def packed(structure: Any, outputs: Iterable[Any]) -> Any:
-    """Returns what ``train_step`` returned when it was traced, with a step's outputs for its
-    tensors."""
+    """Returns a step's outputs in the structure that ``train_step`` returned when traced."""
     given = iter(outputs)
     flat = [next(given) if isinstance(x, tf.TensorSpec) else x for x in tf.nest.flatten(structure)]
     return tf.nest.pack_sequence_as(structure, flat)

@@ -1,28 +1,28 @@
-"""Trace a Keras train step into a :class:`~keras_remat.core.graph.Graph`.
+"""Traces a Keras train step into a :class:`~keras_remat.core.graph.Graph`.
 
 The model's own ``train_step`` is traced whole (forward, loss, backward, optimizer, metrics, state
-updates), optimized by Grappler *first*, and the optimized graph becomes the ops: what is planned is
-what will run. Why not before Grappler: its fusions and constant folding are worth having. Why not
-let it run afterwards: it merges recomputations away (FACTS: control cycles, merged copies).
+updates). Grappler optimizes it *first*, and the optimized graph becomes the ops, so the planned
+graph is the one that runs. Grappler's fusions and constant folding are worth having. It cannot run
+after planning: it would merge recomputations away (FACTS: control cycles, merged copies).
 
 How TensorFlow's graph maps to ours:
 
 * **Views** (``Reshape``, ``Identity``, ``Squeeze`` …) share storage, so they are folded into their
   readers, which then read the owner.
-* **Reading a variable** shares the variable's buffer: its readers read a step input. Whatever
-  assigns the variable comes ``after`` all of them, because a read that is still alive would make
-  the assignment copy. A small variable is read into a value of its own instead, so that what
-  depends on it (a dropout seed) can be recomputed after the variable changed. So is one of which
-  the step updates rows (an embedding's table): its kernel copies it (``kinds.UPDATES_ROWS``).
-* **Control edges** become ``after``; those that end in a view or a ``NoOp`` are passed on to what
-  stands behind it.
+* **Reading a variable** shares the variable's buffer: its readers read a step input. An op that
+  assigns the variable comes ``after`` all readers, because a read that is still alive would make
+  the assignment copy. A small variable is read into a new value instead, so that ops that depend on
+  it (on a dropout seed) can be recomputed after the variable changed. So is a variable whose rows
+  the step updates (an embedding's table): the reading kernel copies it (``kinds.UPDATES_ROWS``).
+* **Control edges** become ``after``. An edge from a view or a ``NoOp`` becomes edges from the ops
+  behind it.
 * oneDNN's kernels may have an output that the graph does not show (``kinds.HIDDEN_OUTPUT``); it is
-  a value like others.
+  a value like any other.
 * An op is **recomputable** when its OpDef has no state, or when it only reads variables. So is a
-  loop or branch all of whose functions do no more than that.
+  loop or branch whose functions contain only such ops.
 
-Handles: ``TracedStep.handles[op.id]`` is the ``NodeDef``; everything else TensorFlow-specific is in
-:class:`.step.TensorFlowStep`. The rules above are carried out by :mod:`.translate`.
+``TracedStep.handles[op.id]`` is the ``NodeDef``; everything else specific to TensorFlow is in
+:class:`.step.TensorFlowStep`. :mod:`.translate` carries out the rules above.
 """
 
 from __future__ import annotations
@@ -82,13 +82,14 @@ def trace(
 
     Args:
         model: a compiled and built Keras model.
-        batch: what ``train_step`` gets: ``(x, y[, sample_weight])`` as tensors, arrays or
+        batch: the argument of ``train_step``: ``(x, y[, sample_weight])`` as tensors, arrays or
             ``tf.TensorSpec``.
-        micro_batches: more than 1 trains the batch in micro-batches, see :mod:`.accumulate`.
-        smallest_bytes: the smallest request that the allocator counts.
+        micro_batches: number of micro-batches that the batch is split into, see
+            :mod:`.accumulate`.
+        smallest_bytes: bytes of the smallest request that the allocator counts.
 
     Raises:
-        UnsupportedModelError: the step cannot be carried; the message says which op or type, and
+        UnsupportedModelError: the step is not supported; the message says which op or type, and
             why.
     """
     structure = data_spec(batch)
@@ -119,11 +120,11 @@ def trace(
 
 
 class _AtSize:
-    """Traces a model's step at other batch sizes; the newest is kept.
+    """Traces a model's step at other batch sizes and keeps the newest trace.
 
     Args:
-        model: is not kept alive.
-        structure: of the batch.
+        model: the model, which is not kept alive.
+        structure: specs of the batch.
         smallest_bytes: as in :func:`trace`.
     """
 
@@ -133,10 +134,10 @@ class _AtSize:
         self._newest: tuple[int, TensorFlowStep] | None = None
 
     def __call__(self, size: int) -> TensorFlowStep:
-        """Returns the step for so many samples.
+        """Returns the step for ``size`` samples.
 
         Raises:
-            InvalidProblemError: the model cannot be traced so, or is gone.
+            InvalidProblemError: the model cannot be traced at that size, or no longer exists.
         """
         model = self._model()
         if self._newest is None or self._newest[0] != size:
@@ -154,11 +155,11 @@ class _AtSize:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """Holds a train step as TensorFlow has recorded it, of one replica where there are several.
+    """Holds a train step as TensorFlow has traced it; that of one replica where there are several.
 
     Args:
-        operations: in the traced order.
-        graph_def: the same.
+        operations: the operations, in traced order.
+        graph_def: the same operations as a GraphDef.
         effects: names of the operations with an effect that must happen.
         outputs: names of the tensors that the step returns.
         output_structure, inputs, replicas: as in :class:`.step.TensorFlowStep`.
@@ -188,14 +189,14 @@ def variables_of(graph: Any) -> dict[str, Any]:
 
 
 def touched_variables(graph: Any) -> TouchedVariables:
-    """Returns the variables that a traced function captures: those that hold what it changes are
-    among them, be they a model's, an optimizer's, Keras's own or a global one."""
+    """Returns the variables that a traced function captures. Every variable it changes is among
+    them, whether a model's, an optimizer's, Keras's own or a global one."""
     known, touched, written = variables_of(graph), [], []
     for external, placeholder in graph.captures:
         if external.dtype != tf.resource:
             continue
         variable = known.get(placeholder.op.name)
-        if variable is None:  # it is used by its handle alone, as a random generator's state is
+        if variable is None:  # only its handle is used, as for a random generator's state
             variable = private.variable_of(external)
         if variable is not None:
             touched.append(variable)
@@ -209,10 +210,10 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
 
     Args:
         recorded: the step.
-        smallest_bytes: the smallest request that the allocator counts.
+        smallest_bytes: bytes of the smallest request that the allocator counts.
 
     Raises:
-        UnsupportedModelError: it holds types of ops that cannot be scheduled.
+        UnsupportedModelError: the step has types of ops that cannot be scheduled.
     """
     order = {op.name: at for at, op in enumerate(recorded.operations)}
     captures, inputs = recorded.replicas[0].captures, recorded.inputs
@@ -266,7 +267,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
 
 
 def _name_stateless(nodes: Mapping[str, Any], library: Any) -> None:
-    """Gives loops and branches without an effect the type that says so, in place."""
+    """Turns loops and branches without an effect into their stateless types, in place."""
     is_pure = calls_without_effect(library)
     for node in nodes.values():
         if node.op in kinds.STATELESS and is_pure(node):

@@ -1,7 +1,7 @@
-"""Translate the nodes of an optimized graph into ops and values; :mod:`.trace` says by what rules.
+"""Translates the nodes of an optimized graph into ops and values, by the rules in :mod:`.trace`.
 
-One class in one file, though long: views, control edges, order and phases are facts about the same
-nodes, and each needs the others.
+One long class: views, control edges, order and phases are facts about the same nodes, and each
+needs the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 from keras_remat.core.topology import topological_order
 from keras_remat.errors import UnsupportedModelError
 
-#: Variables up to this size are copied when read, see :mod:`.trace`.
+#: Variables up to this many bytes are copied when read, see :mod:`.trace`.
 SMALL_VARIABLE_BYTES = 4096
 
 
@@ -53,9 +53,14 @@ class Translation:
     ):
         """
         Args:
-            nodes, captures, inputs, shapes, order: of the optimized graph.
+            nodes: name → node of the optimized graph.
+            captures: placeholder name → the eager tensor that it stands for.
+            inputs: as in :class:`.step.TensorFlowStep`.
+            shapes: tensor name → static shape and dtype.
+            order: node name → position in the traced order.
             behind: name of a tensor of type variant → the bytes behind it.
-            shared: name of such a tensor → the output of its op whose buffer it keeps alive.
+            shared: name of a tensor of type variant → the output of its op whose buffer it keeps
+                alive.
         """
         self.nodes, self.captures, self.shapes = nodes, captures, shapes
         self.behind, self.shared = behind, shared
@@ -110,8 +115,7 @@ class Translation:
         return self.views[tensor]
 
     def _folded_behind(self, name: str) -> set[str]:
-        """Returns the folded nodes between an op and the ops it reads from, for their control
-        edges."""
+        """Returns the folded nodes between an op and the ops it reads from."""
 
         def folded(reader: str) -> frozenset[str]:
             return self.folded.intersection(map(node_of, data_inputs(self.nodes[reader])))
@@ -120,7 +124,7 @@ class Translation:
 
     @cached_property
     def _computed_views(self) -> set[str]:
-        """Returns the views whose shapes are no constants."""
+        """Returns the views whose shapes are computed, not constant."""
         return {
             name
             for name in self.folded
@@ -128,8 +132,8 @@ class Translation:
         }
 
     def _shapes_read(self, *names: str) -> list[str]:
-        """Returns what ops make that only tells the shapes of views (the second input of
-        ``Reshape``): of the views among nodes, and of those that they read from."""
+        """Returns the computed tensors that are shapes of views (the second input of ``Reshape``).
+        The views are those among ``names`` and those that these nodes read from."""
         if not self._computed_views:
             return []
         views = {*names, *(view for name in names for view in self._folded_behind(name))}
@@ -142,13 +146,13 @@ class Translation:
 
     @cached_property
     def effects_behind(self) -> dict[str, frozenset[str]]:
-        """Returns node → the ops with an effect that have run once it has, the nearest on
-        each path; an op with an effect is its own.
+        """Returns node → the ops with an effect that have run once the node has, the nearest on
+        each path. For an op with an effect it is the op itself.
 
-        That is what a control edge asks for. That an op without an effect has run makes no
-        difference to anybody, and waiting for it would forbid to run it again; Grappler leaves such
-        edges where it folds the shape of a value into a constant. (Reads of variables are kept
-        before writes by ``_reads_before_write``.)
+        A control edge means waiting for these. Nobody notices whether an op without an effect has
+        run, and waiting for it would forbid running it again; Grappler leaves such edges where it
+        folds the shape of a value into a constant. (``_reads_before_write`` keeps reads of
+        variables before writes.)
         """
         behind: dict[str, frozenset[str]] = {}
         for name in TopologicalSorter(self.sources).static_order():
@@ -184,11 +188,10 @@ class Translation:
 
     @cached_property
     def _reads_before_write(self) -> dict[str, list[str]]:
-        """Returns for every node that may change a variable the reads of that variable it follows,
-        by whatever path.
+        """Returns node that may change a variable → earlier reads of that variable, on any path.
 
-        Grappler drops a control edge from a read to a write where a longer path leads there; a copy
-        of the read would not be on it.
+        Grappler drops a control edge from a read to a write if a longer path leads there too. A
+        copy of the read would not be on that path.
         """
         bit: dict[str, int] = {}
         reads: dict[str, list[str]] = defaultdict(list)
@@ -207,7 +210,7 @@ class Translation:
         return result
 
     def _resource(self, name: str) -> str | None:
-        """Returns the captured variable a node hands on, or ``None``."""
+        """Returns the captured variable whose handle a node returns, or ``None``."""
         while self.nodes[name].op == "Identity":
             name = node_of(self.nodes[name].input[0])
         external = self.captures.get(name)
@@ -216,22 +219,21 @@ class Translation:
     def _topological(
         self, data: Mapping[str, set[str]], after: Mapping[str, set[str]]
     ) -> list[str]:
-        """Returns op names in topological order, earliest traced first; those in a cycle are left
-        out."""
+        """Returns op names in topological order, earliest traced first, without ops in a cycle."""
         rank = self._ranks(data)
 
         def key(name: str) -> tuple[int, str, list[int]]:
-            """Ranks an op; names decide last, since they differ between two builds of a model."""
+            """Returns the sort key of an op, without its name, which differs between two builds."""
             return rank[name], self.nodes[name].op, sorted(rank[i] for i in data[name])
 
         return topological_order({name: data[name] | after[name] for name in data}, key)
 
     def _ranks(self, data: Mapping[str, set[str]]) -> dict[str, int]:
-        """Returns the place of every op in the traced order; an op that Grappler or a rewrite made
-        takes the place of its last input.
+        """Returns op → position in the traced order. An op that Grappler or a rewrite made has the
+        position of its last input.
 
-        No op stands behind one that reads from it: where Grappler merges equal ops, the name of the
-        later one may be the one that stays.
+        An op's position is never behind that of a reader. It could be otherwise, since Grappler may
+        keep the later name when it merges equal ops.
         """
         rank = traced_places(data, self.order)
         for name in reversed(rank):
@@ -240,15 +242,15 @@ class Translation:
         return rank
 
     def _ordered(self) -> tuple[list[str], dict[str, set[str]], dict[str, set[str]]]:
-        """Returns op names in order, and what :meth:`_edges` says of them."""
+        """Returns op names in order, and their edges as :meth:`_edges` does."""
         while True:
             data, after = self._edges()
             order = self._topological(data, after)
             cycle = data.keys() - set(order)
             if not cycle:
                 return order, data, after
-            # A reader of a variable's old value depends on the assignment: give that read a value
-            # of its own.
+            # A reader of a variable's old value depends on the assignment: copy what it reads into
+            # a value.
             reads = {
                 f
                 for name in cycle
@@ -266,12 +268,12 @@ class Translation:
     def _phases(
         self, order: list[str], data: Mapping[str, set[str]], after: Mapping[str, set[str]]
     ) -> dict[str, str]:
-        """Returns the phase of every op. Backward: traced by the gradient tape, or between two such
-        ops; update: what else depends on those; forward: the rest.
+        """Returns op → phase. Backward: traced by the gradient tape, or between two such ops.
+        Update: other ops that depend on backward ones. Forward: the rest.
 
-        A weight's update may depend on its gradient only through a slot that is assigned and read
-        again, hence ``after``. The lists that a loop fills for its gradient are traced by the tape,
-        too.
+        Dependence includes ``after``, since a weight's update may depend on its gradient only
+        through a slot that is assigned and read again. The tape also traces the lists that a loop
+        fills for its gradient; making one (``EmptyTensorList``) does not count as backward.
         """
         gradient = {
             name
@@ -333,16 +335,17 @@ class Translation:
         """Returns the op of a node.
 
         Args:
-            ids: node → op.
-            parts: the nodes that run with it, itself first.
-            table: of the values; those that the op reads and writes are added.
-            phase: of the op.
-            after: nodes that it has to follow.
+            name: name of the node.
+            ids: node → op id.
+            parts: the nodes that run in the op, this one first.
+            table: the values; the op's inputs and outputs are added.
+            phase: phase of the op.
+            after: nodes that must run before it.
         """
         node = self.nodes[name]
         owners = [self.owner(tensor_key(i)) for i in data_inputs(node)]
         owners += self._hidden_inputs(node, owners)
-        tried = tuple(owners)  # a kernel looks for a buffer to take over in this order
+        tried = tuple(owners)  # the order in which a kernel looks for a buffer to take over
         if node.op in kinds.COMMUTATIVE:
             # Grappler sorts these by name; the fingerprint must not see names
             owners.sort(
@@ -360,8 +363,8 @@ class Translation:
             reads,
             writes,
             phase,
-            # nodes that the layout pass fuses run once: it would fuse them crosswise with copies
-            # that read the same gradient
+            # nodes that the layout pass fuses run once: with copies that read the same gradient, it
+            # would fuse crosswise
             not has_effect(node.op) and len(parts) == 1,
             tuple(sorted(ids[a] for a in after)),
             tuple(v for v in reusable if table.values[v].producer is not None),
@@ -376,7 +379,7 @@ class Translation:
             return owners[:1]
         if (
             node.op in kinds.FUSED and b"Add" in node.attr["fused_ops"].list.s
-        ):  # the sum is formed in place of what is added
+        ):  # the sum is formed in the buffer of the added input
             with_input = [
                 kind for kind in node.attr["fused_ops"].list.s if kind in kinds.FUSED_WITH_INPUT
             ]
@@ -384,8 +387,8 @@ class Translation:
         return ()
 
     def _hidden_inputs(self, node: Any, owners: Sequence[str]) -> Iterator[str]:
-        """Yields what oneDNN's pass makes a gradient op read beside its inputs, and what an
-        ``Optional`` among these keeps alive."""
+        """Yields the hidden inputs of an op: the output that oneDNN's pass passes to a gradient op,
+        and the buffers that an ``Optional`` among the inputs keeps alive."""
         yield from (self.shared[owner] for owner in owners if owner in self.shared)
         for (forward, gradient), at in kinds.HIDDEN_OUTPUT.items():
             if node.op != gradient:
@@ -406,8 +409,8 @@ class _Values:
     """Numbers tensors in the order in which ops read and write them.
 
     Attributes:
-        ids: tensor → value.
-        values: by id.
+        ids: tensor → id of its value.
+        values: the values, by id.
     """
 
     def __init__(self, translation: Translation):
@@ -416,7 +419,7 @@ class _Values:
         self.values: list[Value] = []
 
     def id_of(self, tensor: str, producer: int | None) -> int:
-        """Returns the value of a tensor, which is made where there is none."""
+        """Returns the id of a tensor's value, which is made where there is none."""
         if tensor not in self.ids:
             at, nbytes = len(self.values), self._translation._nbytes(tensor)
             shape, dtype = self._translation.shapes.get(tensor, (None, None))
