@@ -18,8 +18,10 @@ def check_among(name: str, value: Any, accepted: tuple[Any, ...], *more: str) ->
 
 
 def check_name(what: str, value: Any, names: Collection[str]) -> None:
-    """Raises ``TypeError`` for no string, ``ValueError`` with the nearest name for an unknown
-    one."""
+    """Raises ``TypeError`` for no string, ``ValueError`` for an unknown name.
+
+    The message has the nearest known name.
+    """
     if not isinstance(value, str):
         raise TypeError(f"{what} must be one of the names {', '.join(names)}; got {value!r}")
     if value not in names:
@@ -46,8 +48,7 @@ def check_share(name: str, value: Any) -> None:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raises ``TypeError`` for a value that is no number, ``ValueError`` unless it is positive and
-    finite."""
+    """Raises ``TypeError`` for no number, ``ValueError`` unless it is positive and finite."""
     _check_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")

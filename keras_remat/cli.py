@@ -1,4 +1,4 @@
-"""The command line ``keras-remat``.
+"""Runs the command line ``keras-remat``.
 
 Every subcommand is a pair of small functions: one declares its arguments, the other does the work.
 The second one imports what it needs, so ``keras-remat solve`` loads no framework. Results go to
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads has seen enough; Python flushes once more at its end
+    except BrokenPipeError:  # the reader has seen enough; Python flushes once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except InfeasibleBudgetError as error:
@@ -337,7 +337,7 @@ def _run_show(options: argparse.Namespace) -> int:
     from keras_remat.planning.files import shown_file
 
     shown = shown_file(options.file, options.problem)
-    if options.html is not None:  # first, since who reads what is printed may not read all of it
+    if options.html is not None:  # first, since a pipe's reader may not read all that is printed
         Path(options.html).write_text(shown.page(), encoding="utf-8")
     _print(shown.text(options.by), shown.numbers, options.json)
     return DONE

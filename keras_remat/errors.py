@@ -81,7 +81,7 @@ class InvalidProblemError(RematError, ValueError):
     Attributes:
         source: the file the problem came from, or ``None``.
         field: the offending field, e.g. ``"ops[3].inputs"``.
-        value: what was found there.
+        value: the value that was found there.
     """
 
     def __init__(
@@ -101,14 +101,15 @@ class InvalidProblemError(RematError, ValueError):
 
 
 class BudgetError(RematError):
-    """No schedule under the budget was found: the base of the two errors that say so. They have
-    their arguments as attributes, except ``advice``.
+    """No schedule under the budget was found: the base of the two errors that say so.
+
+    They have their arguments as attributes, except ``advice``.
 
     Advice may take as long as a few plans, and most errors are caught and never shown. So it may be
     a function, which is called when the message is first asked for.
 
     Args:
-        statement: what is wrong, and the numbers that disagree.
+        statement: sentence on what is wrong, with the numbers that disagree.
         advice: what to do, or a function that returns it.
         default_advice: what to do where ``advice`` is empty.
     """
@@ -297,7 +298,7 @@ class PlanMismatchError(RematError):
         graph_fingerprint: fingerprint of the graph at hand.
 
     Args:
-        difference: a sentence that says what differs, where that is known.
+        difference: a sentence on the difference, where that is known.
     """
 
     def __init__(self, plan_fingerprint: str, graph_fingerprint: str, difference: str = ""):
@@ -344,7 +345,7 @@ class UnknownBatchError(ValueError):
     Args:
         reason: what does not follow, and why.
         advice: what to give instead.
-        lacks_shapes: whether the shapes of the model's inputs are what is missing.
+        lacks_shapes: whether it is the shapes of the model's inputs that are missing.
     """
 
     def __init__(self, reason: str, advice: str, *, lacks_shapes: bool = False):

@@ -164,7 +164,7 @@ def _checked(nbytes: int, given: int | str, what: str, least: int) -> int:
 
 
 def check_memory_limit(limit: int | str | None) -> None:
-    """Raises what :func:`parse_bytes` would, without knowing the device's total.
+    """Raises the errors of :func:`parse_bytes`, without knowing the device's total.
 
     ``None`` is accepted.
 

@@ -71,8 +71,10 @@ def _held_by_phase(curve: Curve) -> tuple[Counter[str], int]:
 
 
 def activations_by_layer(problem: Problem) -> dict[str, int]:
-    """Returns layer → bytes of its activations at the peak of the step without recomputation, the
-    largest first; layers that hold none are left out."""
+    """Returns layer → bytes of its activations at the plain peak, the largest first.
+
+    The plain peak is that of the step without recomputation. Layers that hold none are left out.
+    """
     curve = Curve(problem, Schedule.store_all(problem.graph))
     if not curve.live:
         return {}

@@ -1,4 +1,4 @@
-"""The command ``keras-remat will-it-fit``."""
+"""Runs the command ``keras-remat will-it-fit``."""
 
 from __future__ import annotations
 

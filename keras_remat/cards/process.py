@@ -32,7 +32,7 @@ Tell = Callable[[str, Any], None]
 
 
 class NotTakenError(Exception):
-    """A model does not run on the framework that was to compile it; says what it raised."""
+    """A model does not run on the framework that was to compile it; the message is its error."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,10 @@ def _card_backend() -> Callable[[Target], Any]:
 
 
 def initialize_with_zeros() -> None:
-    """Makes all of Keras's initializers give zeros in this process: no weight is trained in it, and
-    random ones take seconds."""
+    """Makes all of Keras's initializers give zeros in this process.
+
+    No weight is trained in it, and random ones take seconds.
+    """
     import keras
     import numpy as np
 

@@ -29,7 +29,7 @@ _HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class CardRow:
-    """Says whether a train step fits a card; ``None`` stands for what is not known.
+    """Says whether a train step fits a card; ``None`` stands for an unknown value.
 
     Args:
         card: name of the card, from the table of cards or the user's own.
@@ -71,7 +71,7 @@ class CardRow:
 
     @property
     def answer(self) -> str:
-        """Returns the verdict in words, with what a plan costs or the smallest peak."""
+        """Returns the verdict in words, with a plan's overhead or the smallest peak."""
         if self.verdict is None:
             return self.remark or "not known"
         if self.verdict == WITH_A_PLAN and self.overhead is not None:
@@ -116,8 +116,11 @@ class CardReport:
 
     @property
     def exit_status(self) -> int:
-        """Returns the status of the worst row: 0 all fit plainly, 5 one needs a plan, 3 one does
-        not fit, 4 it is not known of one."""
+        """Returns the status of the worst row.
+
+        It is 0 if all fit plainly, 5 if one needs a plan, 3 if one does not fit, and 4 if the
+        verdict on one is not known.
+        """
         known = [EXIT_STATUS[row.verdict] for row in self.rows if row.verdict is not None]
         for worst in (EXIT_STATUS[DOES_NOT_FIT], EXIT_STATUS[WITH_A_PLAN]):
             if worst in known:
@@ -125,7 +128,7 @@ class CardReport:
         return 0 if len(known) == len(self.rows) else 4
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what ``keras-remat will-it-fit --json`` prints."""
+        """Returns the JSON object that ``keras-remat will-it-fit --json`` prints."""
         return {
             "batch_size": self.batch_size,
             "rows": [asdict(row) | {"parts": row.parts and dict(row.parts)} for row in self.rows],

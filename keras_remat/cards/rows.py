@@ -295,8 +295,7 @@ class AskedStep:
         return replace(row, max_batch_plain=plain, max_batch_planned=planned)
 
     def _largest(self, begun: _Begun, scaling: Scaling, multiple: int = 1) -> tuple[int, int, str]:
-        """Returns the largest batch sizes by prediction, plain and with a plan, and why none is
-        larger.
+        """Returns the largest predicted batch sizes, plain and with a plan, and why none is larger.
 
         A size is 0 where not one sample fits.
 

@@ -1,6 +1,6 @@
 """Holds a picture as a record: axes and shapes, in no drawing library's terms.
 
-:mod:`keras_remat.reporting.pictures` says what a picture shows, in bytes and seconds. The same
+:mod:`keras_remat.reporting.pictures` chooses what a picture shows, in bytes and seconds. The same
 record is drawn by matplotlib (:mod:`keras_remat.reporting.mpl`) for figures and as SVG text
 (:mod:`keras_remat.reporting.svg`) for pages, so that both show the same.
 
@@ -145,9 +145,9 @@ class Chart:
     """Holds a picture.
 
     Args:
-        title: what it shows.
+        title: words for what the picture shows.
         x, y: its axes.
-        shapes: what is drawn, from the ground up.
+        shapes: the shapes that are drawn, from the ground up.
         aspect: its height as a share of its width.
     """
 

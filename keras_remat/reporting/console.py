@@ -207,7 +207,8 @@ class Console:
         self._write(f"{text}\n")
 
     def _write(self, text: str) -> None:
-        """Writes; a stream that is closed, full or gone must not cost the user the training."""
+        """Writes text; a stream that is closed, full or gone must not cost the user the
+        training."""
         if self._stream is None:
             return
         with suppress(OSError, ValueError):

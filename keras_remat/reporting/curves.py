@@ -100,8 +100,7 @@ class Curve:
         ]
 
     def _border(self, before: set[str], after: set[str]) -> int:
-        """Returns the position with least time of ``before`` behind it and of ``after`` before
-        it."""
+        """Returns the border between two sets of phases with the least time on its wrong side."""
         wrong = best = 0.0
         border = 0
         for k in self._first_runs:
@@ -119,8 +118,7 @@ class Curve:
         return next((a for phase, a, _ in self.bands if phase == BACKWARD), self.peak_position)
 
     def held(self, position: int, names: list[str]) -> Counter[str]:
-        """Returns group → bytes that its values take at a position; ``names`` has every op's
-        group."""
+        """Returns group → bytes of its values at a position; ``names`` has every op's group."""
         held: Counter[str] = Counter()
         alive = {
             value_id: None

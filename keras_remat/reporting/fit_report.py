@@ -44,7 +44,7 @@ class AutotuneReport(ReportRecord):
         epochs, events: in order.
         plan: the plan in force at the end; ``None`` where the plain step runs.
         phase_peak_bytes: phase beside training → most bytes in use: ``"validation"`` inside
-            ``fit``, and ``"between steps"``; a phase of which nothing is known is missing.
+            ``fit``, and ``"between steps"``; a phase without a known peak is missing.
         predicted_phases: phases whose peak was predicted, because nothing on the device counts it.
         setup_s: seconds of set-up before the first plan trained; ``None`` where none has.
         setup_limit_s: seconds after which set-up improved no plan any more.

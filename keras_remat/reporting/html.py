@@ -161,7 +161,7 @@ def titled_page(title: str, body: str) -> str:
 
 
 def _tiles(tiles: Iterable[tuple[str, str, str]]) -> str:
-    """Returns headline numbers: what, how much, and ``"good"``, ``"bad"`` or ``""``."""
+    """Returns headline numbers, each as name, amount, and ``"good"``, ``"bad"`` or ``""``."""
     cells = (
         f'<div class="tile {kind}"><b>{escape(amount)}</b><span>{escape(what)}</span></div>'
         for what, amount, kind in tiles
@@ -209,8 +209,7 @@ def _plan_tiles(planned: PlanRecord) -> list[tuple[str, str, str]]:
 
 
 def _pictures(planned: PlanRecord, limit_bytes: int | None) -> str:
-    """Returns pictures of memory over time, holders of the peak, and stays; nothing without a
-    problem."""
+    """Returns pictures of memory over time, peak holders and stays; nothing without a problem."""
     if planned.problem is None:
         return ""
     curves = compared(planned.problem, planned.solution.schedule)

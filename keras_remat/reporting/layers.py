@@ -15,8 +15,8 @@ sum of gradients, belongs where its first input comes from. Ops of the loss and 
 groups of their own.
 
 Known limit: names are the only source. A layer whose name is that of a TensorFlow function
-(``moments``) is not seen as a layer, and what a ``train_step`` of the user's computes outside of
-layers is shown under :data:`OTHER`.
+(``moments``) is not seen as a layer, and the ops of a user's ``train_step`` outside of layers are
+shown under :data:`OTHER`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def group_names(problem: Problem, by: By) -> list[str]:
 
     Args:
         by: ``"layer"``, ``"op"`` or ``"block"``. A block is the first part of a nested layer's
-            path, or what the names of a block's layers begin with: ``conv2_block1`` of
+            path, or the prefix that the names of a block's layers share: ``conv2_block1`` of
             ``conv2_block1_1_conv``.
 
     Raises:

@@ -167,8 +167,7 @@ def stays(curve: Curve) -> Chart:
 
 
 def stages(curve: Curve) -> Chart:
-    """Returns a chart of the Checkmate paper's R and S matrices (its figure 3), read off the
-    order."""
+    """Returns a chart of the Checkmate paper's R and S matrices (its figure 3), by the order."""
     order = curve.schedule.order
     stage_of: list[int] = []
     seen: set[int] = set()

@@ -106,15 +106,19 @@ class ReportRecord:
 
     @property
     def peaks_source(self) -> Literal["measured", "predicted"]:
-        """Returns whether peaks were measured, or predicted as the device's allocator keeps no
-        statistics."""
+        """Returns whether peaks were measured or predicted.
+
+        They are predicted where the device's allocator keeps no statistics.
+        """
         is_predicted = any(event.kind == "predicted" for event in self.events)
         return "predicted" if is_predicted else "measured"
 
     @property
     def baseline_peak_source(self) -> Literal["measured", "predicted"]:
-        """Returns whether the plain step's peak was measured; its time may be even where its peak
-        is not."""
+        """Returns whether the plain step's peak was measured or predicted.
+
+        Its time may be measured where its peak is not.
+        """
         return "predicted" if self.baseline_source == "predicted" else self.peaks_source
 
     @property

@@ -1,5 +1,6 @@
-"""Draws charts as SVG text: sharp at any size, in the reader's light or dark theme, with names on
-hover.
+"""Draws charts as SVG text, which is sharp at any size.
+
+It follows the reader's light or dark theme, and shows names on hover.
 
 The text is made here and not by matplotlib, which is optional, knows no themes and shows nothing on
 hover. Text is large in the picture's own units, so that it can be read where the page is as narrow
@@ -27,8 +28,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _LINE = 720, 96, 12, 12, 40, 24
 
 
 def escape(text: str) -> str:
-    """Returns ``text`` on one line, with all characters escaped that mean something in HTML or
-    SVG."""
+    """Returns ``text`` on one line, escaped for HTML and SVG."""
     return html.escape(readable(text), quote=True)
 
 

@@ -99,8 +99,10 @@ def checked_options(
 
 
 def check_path(name: str, value: Any, *, or_plan: bool = False) -> None:
-    """Raises ``TypeError`` for what is neither a path nor ``None``, ``ValueError`` for a path that
-    no system has."""
+    """Raises ``TypeError`` for a value that is no path, ``ValueError`` for a path with a null.
+
+    ``None`` is accepted.
+    """
     accepted = (str, os.PathLike, Plan) if or_plan else (str, os.PathLike)
     if isinstance(value, AutotuneReport):
         raise TypeError(f"{name} must be a path or a Plan, got a report: give its .plan")

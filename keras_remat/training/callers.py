@@ -26,7 +26,7 @@ from keras_remat.backends.keras_private import batches_may_grow, records_steps
 
 @dataclass(frozen=True)
 class RunningFit:
-    """Says what is known of a ``fit`` that is running.
+    """Holds the callbacks and the data iterator of a ``fit`` that is running.
 
     The iterator is not kept alive: where a ``fit`` ends without notice, its data can be freed.
 
@@ -202,7 +202,7 @@ def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Call
 
 
 class Announced(NamedTuple):
-    """Says what is known of the batch that was announced last, and of who announced it.
+    """Describes the batch that was announced last, and the caller that announced it.
 
     The frame's number is kept and not the frame, whose data would stay where another callback
     raises before the call. Python may reuse a number, so it identifies the ``fit`` only as long as
@@ -225,10 +225,10 @@ class Announced(NamedTuple):
 
 
 class Callers:
-    """Tells who calls the train function of one model, by what was announced to a callback.
+    """Finds out who calls the train function of one model, by the announcements to a callback.
 
     Attributes:
-        announced: what was announced last; nothing else of this object changes.
+        announced: the last announcement; nothing else of this object changes.
     """
 
     def __init__(self, model: Any, callback: Any):
@@ -263,7 +263,7 @@ class Callers:
         return fit
 
     def caller(self, iterator: Any) -> Caller:
-        """Returns who calls with ``iterator``; what was announced is then no longer awaited."""
+        """Returns who calls with ``iterator``; the announced call is then no longer awaited."""
         before = self.announced
         is_awaited, fit = before.is_awaited, before.fit
         self.announced = before._replace(is_awaited=False)

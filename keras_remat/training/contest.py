@@ -150,8 +150,7 @@ class Contest(Generic[Side]):
         return self if self.is_judged else replace(self, tried=(*self.tried, tried), is_judged=True)
 
     def next_micro_batches(self, most: int) -> int | None:
-        """Returns the next number of micro-batches to try, once no backend is left; ``None`` for
-        none."""
+        """Returns the next number of micro-batches to try; ``None`` where there is none."""
         if not self.chooses_micro_batches or self.has_grown:
             return None
         return next_micro_batches(self.tried, most)
@@ -186,7 +185,7 @@ def better(
 
 
 def _rank(usage: Usage, limit: Limit) -> tuple[bool, float]:
-    """Ranks: within the limit the faster one comes first, above it the smaller one."""
+    """Returns a sort key: within the limit the faster one comes first, above it the smaller."""
     over = not limit.holds(usage.peak_bytes)
     return over, usage.peak_bytes if over else usage.time_s
 

@@ -140,8 +140,8 @@ class StepCosts:
     def tell_uncounted(self, problem: Problem, schedule: Schedule, measured_bytes: int) -> None:
         """Warns, once, that a measured peak leaves out much of what the step holds.
 
-        That happens where the device counts no small arrays. It is told where the bytes left out
-        are a large share of the limit, too.
+        That happens where the device counts no small arrays. The warning comes only where the bytes
+        left out are a large share of the limit, too.
         """
         smallest_bytes = self._backend.memory.smallest_bytes
         if not smallest_bytes or self._has_told_uncounted:

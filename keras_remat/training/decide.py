@@ -226,7 +226,7 @@ def decide(facts: Facts) -> tuple[Move, Phase]:
     """Returns the move that the facts ask for, and the phase it leads to.
 
     Raises:
-        LookupError: a move is said to have failed that cannot fail.
+        LookupError: the facts name a failed move that cannot fail.
 
     Example:
         >>> decide(Facts(phase=Phase.VERIFY, over_limit=True))

@@ -51,7 +51,7 @@ def train(fit: FitState, arrived: Any) -> Any:
         return fit.record.logs if is_joined else fit.installed.run_plain(arrived)
     try:
         fit.record = batches.arrived(fit.record, arrived)
-    except UnsupportedModelError as error:  # it cannot be joined with what is held, or be split
+    except UnsupportedModelError as error:  # it cannot be joined with the held batches, or be split
         if fit.record.held.samples and fit.record.sizes.size <= fit.record.sizes.loader:
             finish(fit)
         else:
@@ -64,7 +64,7 @@ def train(fit: FitState, arrived: Any) -> Any:
 
 
 def finish(fit: FitState) -> Any:
-    """Trains what is held back; returns the newest logs, or ``None`` where nothing is."""
+    """Trains the samples that are held back; returns the newest logs, or ``None`` without any."""
     if not fit.record.held.samples:
         return None
     for due in batches.due(fit, is_end=True, with_rest=True):

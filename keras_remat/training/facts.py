@@ -77,8 +77,10 @@ def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
 
 
 def _wanted_steps(shape: ShapeState, profile_steps: int) -> int:
-    """Returns how many steps of a phase are measured: more of plain steps that are to be compared
-    with the steps of larger batches."""
+    """Returns how many steps of a phase are measured.
+
+    More plain steps are measured where they are to be compared with the steps of larger batches.
+    """
     compared = shape.phase is Phase.PLAIN and shape.constraints.may_split and bool(shape.steps)
     if compared and min(step.time_s for step in shape.steps) >= _LONG_STEP_S:
         return max(profile_steps, _COMPARED_STEPS)

@@ -1,7 +1,7 @@
 """Runs one ``fit`` whose train function was replaced: knows its callers, and counts its epochs.
 
-The callback says what Keras does (a batch begins, an epoch ends); the installed train function asks
-for every batch. Between them this module keeps the promise that every batch is trained exactly
+The callback reports Keras's events (a batch begins, an epoch ends); the installed train function
+asks for every batch. Between them this module keeps the promise that every batch is trained exactly
 once, whoever calls. Samples that were held back are trained when the epoch's last step begins.
 Where Keras ends an epoch without a last step (its data were used up, or training was stopped), they
 are trained before validation, or at the epoch's end at the latest.
@@ -197,8 +197,10 @@ class FitSession:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Counts what a person with a stopwatch would: batches that are put together and steps that
-        are watched take time too."""
+        """Counts training time as a person with a stopwatch would.
+
+        Putting batches together and watching steps take time, too.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -252,7 +254,7 @@ class FitSession:
             self._aside.batch_begins(batch)
 
     def _check(self, check: Callable[[], object]) -> None:
-        """Goes on unmodified from the next batch on, where a check refuses what has changed."""
+        """Goes on unmodified from the next batch on, where a check refuses a change."""
         if self._is_unmodified:
             return
         try:
@@ -316,7 +318,7 @@ class FitSession:
             self._epoch = replace(self._epoch, rest_logs=rest_logs)
 
     def epoch_ends(self, epoch: int) -> dict[str, Any]:
-        """Ends the count of an epoch, and returns what is new in its logs."""
+        """Ends the count of an epoch, and returns the new entries of its logs."""
         self._train_rest()
         if self._aside is not None:
             fit = self._callers.announced.fit

@@ -1,4 +1,4 @@
-"""Holds what all steps of one ``fit`` share, whichever backend runs them, and its record."""
+"""Holds the state that all steps of one ``fit`` share on any backend, and its record."""
 
 from __future__ import annotations
 
@@ -142,8 +142,7 @@ class FitState:
 
     @property
     def limit(self) -> Limit:
-        """Returns the limit in force: the one asked for, or less where the device turned out to
-        have less.
+        """Returns the limit in force: the one asked for, or less where the device has less.
 
         The limit asked for is computed after the first trace: on the host, tracing takes from the
         same memory.
@@ -206,7 +205,7 @@ class FitState:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Counts what runs inside as planning, once where such contexts are nested."""
+        """Counts the time inside as planning, once where such contexts are nested."""
         if self._planning_since is not None:
             yield
             return
@@ -249,7 +248,7 @@ class FitState:
                 gc.collect()
 
     def event(self, kind: EventKind, message: str) -> None:
-        """Notes what happened, for the report and the log."""
+        """Notes an event, for the report and the log."""
         self.report.events.append(Event(self.steps_run, kind, message))
         logger.info("keras_remat: %s", message)
 
@@ -258,7 +257,7 @@ class FitState:
         return any(event.message == message for event in self.report.events)
 
     def warn(self, kind: EventKind, message: str) -> None:
-        """Notes what happened and warns of it, once."""
+        """Notes an event and warns of it, once."""
         if not self.was_reported(message):
             warnings.warn(f"keras_remat: {message}", stacklevel=2)
             self.event(kind, message)

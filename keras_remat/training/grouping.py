@@ -63,8 +63,10 @@ class HeldBatches:
         )
 
     def keeping_newest(self) -> Self:
-        """Returns the batches, the newest with memory of its own: a generator may write the next
-        batch into the arrays that it gave."""
+        """Returns the batches, the newest with memory of its own.
+
+        A generator may write the next batch into the arrays that it gave.
+        """
         newest = keras.tree.map_structure(_copied, self.batches[-1])
         return replace(self, batches=(*self.batches[:-1], newest))
 
@@ -75,8 +77,7 @@ class HeldBatches:
         )
 
     def given_back(self, batch: Any, size: int) -> Self:
-        """Returns the batches as before a :meth:`taking`, the one taken in batches of ``size``
-        samples.
+        """Returns the batches as before a :meth:`taking`, with the batch split to ``size`` samples.
 
         Arrays of the host become batches with memory of their own, which is freed once each is
         trained. In one piece, the whole batch would stay in memory until its last sample is
@@ -92,7 +93,7 @@ class HeldBatches:
         return replace(self, batches=(*parts, *self.batches), samples=samples)
 
     def taking_oldest(self) -> tuple[Any, Self]:
-        """Returns the oldest batch that is held, or what is left of it, and the others.
+        """Returns the oldest batch that is held, or the rest of it, and the others.
 
         Raises:
             IndexError: none is held.
@@ -138,8 +139,10 @@ def bytes_beside(batch: Any) -> int:
 
 
 def _on_host(leaf: Any) -> Any:
-    """Returns an array in one piece on the host. TensorFlow's iterators give such tensors, unless
-    they are divided among replicas."""
+    """Returns an array in one piece on the host.
+
+    TensorFlow's iterators give such tensors, unless they are divided among replicas.
+    """
     on_host = keras.backend.backend() == "tensorflow" and keras.ops.is_tensor(leaf)
     return leaf if leaf is None or on_host else np.asarray(leaf)
 

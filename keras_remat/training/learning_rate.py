@@ -2,7 +2,7 @@
 
 Larger batches are often trained with a learning rate that grows with them, in proportion ("linear")
 or by its root ("sqrt"). The factor is put on the optimizer's variable right before a step and taken
-off right after it. So what callbacks set and show is the user's own learning rate, a scheduler is
+off right after it. So callbacks set and show the user's own learning rate, a scheduler is
 respected, and nothing is left behind by an interrupt or in another optimizer.
 
 Known limit: a ``LearningRateSchedule`` is no variable, and is left alone with a warning.
@@ -25,8 +25,8 @@ class LearningRateScaling:
     Args:
         model: compiled; its optimizer is looked up at every step.
         rule: ``"linear"``, ``"sqrt"``, or ``None`` for no scaling.
-        variables: makes a context in which the model's variables have their values, and what is
-            assigned to them counts for the next step.
+        variables: function that makes a context, in which the model's variables have their values
+            and assignments to them count for the next step.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LearningRateScaling:
         self._model, self._rule, self._variables = model, rule, variables
 
     def factor(self, size: int, loader_size: int) -> float:
-        """Returns what the learning rate of a batch of ``size`` samples is multiplied by."""
+        """Returns the factor of the learning rate for a batch of ``size`` samples."""
         if self._rule is None:
             return 1.0
         ratio = size / loader_size

@@ -134,8 +134,7 @@ class StepsRecord:
 
     @property
     def problem(self) -> Problem | None:
-        """Returns the reference shape's traced step with its costs, measured ones once there are
-        any."""
+        """Returns the reference shape's traced step, with measured costs once there are any."""
         shape = self.reference_shape
         return shape.costs.problem if isinstance(shape, TracedShape) else None
 
@@ -178,7 +177,7 @@ class StepsRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SizesRecord:
-    """Says which batch size trains, and what is known of others.
+    """Says which batch size trains, and holds the measurements of others.
 
     Args:
         is_searching: whether a larger batch is still to be searched.
@@ -189,7 +188,7 @@ class SizesRecord:
         other_samples: those of them that came in batches of another size than the first.
         step_s: seconds of the newest final steps of this size.
         samples_per_s: size → measured samples per second, for the sizes that are compared.
-        search: what the search for a larger batch found, once there was one.
+        search: result of the search for a larger batch, once there was one.
         scaling: costs at any size, once they were searched.
         chooser: chooses the sizes that run; ``None`` while no other size is looked for.
         held_bytes: bytes that lie beside a step of joined batches.
@@ -290,7 +289,7 @@ class FitRecord:
     Args:
         contest: which mode trains, and the results of others.
         steps: mode → how it trains, for the modes that train.
-        sizes: which batch size trains, and what is known of others.
+        sizes: which batch size trains, and the measurements of others.
         held: samples that wait for a later step.
         device: what steps have shown of the device.
         baseline: the usage of Keras's own step.

@@ -54,7 +54,7 @@ _STATEFUL_RANDOM = frozenset({
     "RandomPoissonV2", "RandomShuffle", "RandomStandardNormal", "RandomUniform",
     "RandomUniformInt", "TruncatedNormal",
 })  # fmt: skip
-#: A plan, what it costs, and the phase that it begins in.
+#: A plan, its costs, and the phase that it begins in.
 _FirstPlan = tuple[Plan, Costs, Phase]
 
 
@@ -89,8 +89,9 @@ class PlanRequests:
         is_final: bool = True,
         most_s: float = math.inf,
     ) -> PlanRequest:
-        """Returns the request for a plan with headroom for longer batches, or without it if none
-        exists. The headroom grows with the plans that were too short, and while costs are
+        """Returns the request for a plan with headroom for longer batches, if one exists.
+
+        The headroom grows with the number of plans that were too short, and while costs are
         estimated.
 
         Args:
@@ -113,8 +114,10 @@ class PlanRequests:
         )  # fmt: skip
 
     def not_found(self, problem: Problem, peak_bytes: int | None = None) -> ScheduleNotFoundError:
-        """Returns the error that no schedule within the limit was found; ``peak_bytes`` is the
-        smallest peak of those that were tried."""
+        """Returns the error that no schedule within the limit was found.
+
+        ``peak_bytes`` is the smallest peak of those that were tried.
+        """
         limit = self._fit.limit
         return ScheduleNotFoundError(
             limit.usable_bytes, problem.floor_bytes, peak_bytes,
@@ -145,7 +148,7 @@ class PlanRequests:
         return replace(costs, traced=traced, problem=problem)
 
     def find(self, shape: ShapeState, costs: Costs, batch: Any, known: PriorPlans) -> _FirstPlan:
-        """Returns the first plan there is, what it costs, and the phase that it begins in.
+        """Returns the first plan there is, its costs, and the phase that it begins in.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: there is none.
@@ -310,8 +313,7 @@ class PlanRequests:
         raise error
 
     def _a_little_over(self, shape: ShapeState, costs: Costs, error: ScheduleNotFoundError) -> Plan:
-        """Returns a plan that misses the limit by a little; raises ``error`` where there is
-        none."""
+        """Returns a plan that misses the limit by a little, or raises ``error``."""
         limit = self._fit.limit
         try:
             with self._fit.progress("plan that comes close to the limit"):
@@ -333,8 +335,7 @@ class PlanRequests:
         return self._options.cache_dir is not None
 
     def cached(self, problem: Problem) -> Plan | None:
-        """Returns the plan that an earlier ``fit`` measured for this graph and limit, if plans are
-        kept."""
+        """Returns the plan that an earlier ``fit`` measured for this graph and limit, if kept."""
         try:
             return self._read(problem)
         except (InvalidProblemError, OSError) as error:

@@ -103,8 +103,7 @@ class ShapeFamily:
 
 
 def _costs(shapes: Shapes, signature: Signature) -> tuple[Problem, ...]:
-    """Returns the best known costs: measured ones before others, then those of the largest
-    shape."""
+    """Returns the best known costs: measured ones first, then those of the largest shape."""
     problems = [
         shape.costs.problem
         for shape in shapes.values()

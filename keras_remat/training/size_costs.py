@@ -1,4 +1,4 @@
-"""Says what the step of the reference shape costs, at its own and at other batch sizes.
+"""Returns the costs of the reference shape's step, at its own and at other batch sizes.
 
 A search for a batch size (:mod:`keras_remat.training.sizes`) asks for it. Costs come from the
 traced step: measured op times where there are any, else estimates that are scaled to measured
@@ -51,8 +51,9 @@ def with_reference_traced(fit: FitState, record: FitRecord, batch: Any) -> FitRe
 
 
 def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int, Profile]]:
-    """Returns the costs of the reference shape's traced step, and the profiles of its ops that were
-    measured at other batch sizes, by size.
+    """Returns the reference shape's traced step with its costs, and profiles by batch size.
+
+    The profiles are those of its ops that were measured at other batch sizes.
 
     After plain steps, estimated op times are scaled to the measured step.
 
@@ -72,8 +73,9 @@ def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int
 
 
 def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> Scaling:
-    """Returns what the reference shape's step costs at other batch sizes; in the slices that it
-    runs in, if it has any.
+    """Returns the costs of the reference shape's step at other batch sizes.
+
+    They are those of the slices that the step runs in, if it has any.
 
     Raises:
         UnsupportedModelError: no two of the sizes tried have the same ops.
@@ -91,7 +93,7 @@ def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> Scaling:
 def scalings_in_slices(
     record: FitRecord, scaling: Scaling, wanted: int, limit: Limit
 ) -> Iterator[SlicedScaling]:
-    """Yields what the reference shape's step costs with some ops in slices, where it runs whole.
+    """Yields the costs of the reference shape's step with some ops in slices, where it runs whole.
 
     Args:
         scaling: the step's costs with whole ops; for a step in slices, nothing is yielded.
@@ -104,15 +106,16 @@ def scalings_in_slices(
 
 
 def whole_problem(record: FitRecord) -> Problem | None:
-    """Returns what the reference shape's ops cost when they are whole; ``None`` where its step was
-    not traced."""
+    """Returns the reference shape's costs with whole ops; ``None`` where it was not traced."""
     shape = record.running.reference_shape
     return shape.costs.as_whole.problem if isinstance(shape, TracedShape) else None
 
 
 def estimated_step_s(fit: FitState, record: FitRecord) -> float:
-    """Returns the seconds that the reference shape's plain step is estimated to take, without a
-    measurement; 0 where it was not traced."""
+    """Returns the estimated seconds of the reference shape's plain step, without a measurement.
+
+    Returns 0 where the step was not traced.
+    """
     shape = record.running.reference_shape
     if not isinstance(shape, TracedShape):
         return 0.0

@@ -323,7 +323,7 @@ def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
     """Goes on with the size that the rule chooses: another one, or the largest that trained.
 
     Args:
-        reason: sentence for the user on what was measured, if anything was.
+        reason: sentence for the user on a measurement, if there was one.
     """
     chooser, scaling, size = record.sizes.chooser, record.sizes.scaling, record.sizes.size
     if chooser is None or scaling is None:

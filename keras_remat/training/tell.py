@@ -1,9 +1,9 @@
-"""Puts what happens in a ``fit`` into words: every sentence that its report and its warnings hold.
+"""Puts the events of a ``fit`` into words: every sentence of its report and its warnings.
 
 Each function tells one fact, from numbers and records. The caller hands the sentence to
 :class:`~keras_remat.training.fit_state.FitState`, as an event or as a warning, too.
 
-One file, though long: whoever looks for a sentence looks here.
+This is one file, though long: a reader who looks for a sentence looks here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keras_remat.units import format_bytes, format_rate, format_seconds, format_
 
 
 class News(NamedTuple):
-    """Says what happened: of which kind it is, and a sentence for the user."""
+    """Holds an event: its kind, and a sentence for the user."""
 
     kind: EventKind
     message: str
@@ -93,8 +93,10 @@ def large_validation(size: int, needed_bytes: int, limit: Limit, fitting_size: i
 
 
 def smaller_validation(size: int, needed_bytes: int, limit: Limit, fitting_size: int) -> News:
-    """Tells, before it runs, of validation whose batches are cut to keep the limit; arguments as of
-    :func:`large_validation`."""
+    """Tells, before it runs, of validation whose batches are made smaller to keep the limit.
+
+    The arguments are those of :func:`large_validation`.
+    """
     return News(
         EventKind.VALIDATION,
         f"Validation of {size} samples at once would need about {format_bytes(needed_bytes)}, over "
@@ -169,8 +171,7 @@ def plain_exceeds(size: int, measured_bytes: int, predicted_bytes: int, limit: L
 
 
 def plain_fits(size: int, measured_bytes: int | None, limit: Limit) -> News:
-    """Tells that the plain step keeps to the limit; ``measured_bytes`` is ``None`` for a
-    prediction."""
+    """Tells that the plain step keeps to the limit; without a measurement, by prediction."""
     takes = "is predicted to keep"
     if measured_bytes is not None:
         takes = f"takes {format_bytes(measured_bytes)} measured,"
@@ -313,7 +314,7 @@ def tightens(measured_bytes: int, predicted_bytes: int, limit: Limit) -> News:
 def measured(
     size: int, predicted_bytes: int, usage: Usage, limit: Limit, *, has_peak: bool
 ) -> News:
-    """Tells what a final step takes: its measured peak, too, where there is one."""
+    """Tells the time of a final step, and its measured peak where there is one."""
     peak = f"{format_bytes(predicted_bytes)} predicted"
     if has_peak:
         where = "within" if limit.holds(usage.peak_bytes) else "STILL OVER"
@@ -432,7 +433,7 @@ def cannot_be_used(kind: EventKind, failed: str, stays: str, error: Exception) -
 
 
 def were_compared(kind: EventKind, usages: Mapping[str, Usage], stays: str) -> News:
-    """Tells what the steps of two modes took, and which one stays."""
+    """Tells the usage of the steps of two modes, and which mode stays."""
     told = ", ".join(
         f"{mode} {format_seconds(usage.time_s)} and {format_bytes(usage.peak_bytes)}"
         for mode, usage in usages.items()
@@ -444,7 +445,7 @@ def were_compared(kind: EventKind, usages: Mapping[str, Usage], stays: str) -> N
 
 
 def searched(search: object) -> News:
-    """Tells what the search for the largest batch has found."""
+    """Tells the result of the search for the largest batch."""
     return News(EventKind.SEARCH, str(search))
 
 
@@ -511,7 +512,7 @@ def goes_on(reason: str, *, up: bool) -> News:
 
 
 def sizes_were_compared(samples_per_s: Mapping[int, float], size: int) -> News:
-    """Tells what sizes have measured, and which one trains."""
+    """Tells the measured rates of batch sizes, and which size trains."""
     told = ", ".join(f"{format_rate(rate)} at {of}" for of, rate in samples_per_s.items())
     return News(EventKind.SEARCH, f"Samples per second: {told}. The batch size is {size}.")
 
@@ -529,7 +530,7 @@ def larger_batch(size: int, loader: int, samples: int | None, factor: float) -> 
         size: samples of a step.
         loader: samples of the batches that ``fit`` was given.
         samples: samples of an epoch; ``None`` where that is not known.
-        factor: what the learning rate is multiplied by.
+        factor: factor of the learning rate, a ratio.
     """
     updates = "fewer updates in an epoch"
     if samples is not None:

@@ -105,8 +105,8 @@ class Tools:
         return replace(record, baseline=baseline, device=device)
 
     def _plain_peak_bytes(self, shape: PlainShape) -> int:
-        """Returns the measured peak of plain steps; where none can be measured, the predicted
-        one."""
+        """Returns the measured peak of plain steps, or the predicted one if peaks are not
+        measured."""
         if self.backend.device.has_statistics:
             return shape.peak_bytes
         return self.costs.plain_peak_bytes(shape.costs)

@@ -1,11 +1,10 @@
-"""Undoes steps that run out of memory: the state from before comes back, and the batch can be
-trained again.
+"""Undoes steps that run out of memory, so that their batches can be trained again.
 
 A step that fails midway may already have moved a moving average or updated a weight. So before a
 *guarded* step the model's variables are copied to the host, and put back when the device refuses an
 allocation. The first steps of everything new are guarded; later ones only where the copy takes next
-to none of the step's time. An unguarded step that runs out of memory raises what the framework
-raises.
+to none of the step's time. An unguarded step that runs out of memory raises the framework's
+exception.
 
 TensorFlow's legacy stateful random ops cannot be put back; Keras draws from seed variables, which
 can.
@@ -51,7 +50,7 @@ class OutOfMemory(Outcome):
 
     Args:
         peak_bytes: the most the allocator had in use before it failed.
-        cause: what the framework raised.
+        cause: the exception that the framework raised.
     """
 
     peak_bytes: int
@@ -86,7 +85,7 @@ class StepGuard:
             pending: the result of the step before, where that was not waited for.
         """
         if timed and pending is not None:
-            self._backend.measure(lambda: pending)  # what is queued is not this step's time
+            self._backend.measure(lambda: pending)  # the time of queued steps is not this step's
         # of several processes one alone cannot train a batch again
         is_alone = self._backend.processes.count == 1
         put_back: Callable[[], None] | None = None
@@ -110,8 +109,7 @@ class StepGuard:
         return Trained(batch, result, replace(usage, time_s=step_s)), facts
 
     def _snapshot(self) -> tuple[Callable[[], None], float]:
-        """Copies the model's state; returns a function that puts it back, and the copy's
-        seconds."""
+        """Copies the model's state; returns a function that restores it, and seconds."""
         started = time.perf_counter()
         put_back = self._backend.snapshot(self._model)
         return put_back, time.perf_counter() - started
