@@ -91,8 +91,11 @@ class StepCosts:
         return is_due and self._backend.memory.restores_after_plain
 
     def put_back(self, costs: Costs) -> Costs:
-        """Returns a step's costs with what is resident once the model's variables lie where its
-        first planned step finds them. Of a model of 4 MiB that was 1 MiB more."""
+        """Puts the model's variables back, and returns a step's costs with the bytes then resident.
+
+        The first planned step finds the variables in this place. Of a model of 4 MiB, 1 MiB more
+        was resident.
+        """
         if not self.is_to_be_put_back or self._backend.processes.count > 1:
             return costs
         self._backend.snapshot(self._fit.model)()

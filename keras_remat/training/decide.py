@@ -29,7 +29,7 @@ MICRO_BATCHES = (2, 4, 8)
 
 
 class Phase(Enum):
-    """Says what a batch shape's steps are for."""
+    """Names the purpose of a batch shape's steps."""
 
     PLAIN = auto()
     """Keras's own step runs and is measured."""
@@ -59,7 +59,7 @@ class Recorded(Enum):
 
 
 class Move(Enum):
-    """Names what the driver does between two steps."""
+    """Names the driver's action between two steps."""
 
     STAY = auto()
     """Nothing changes."""
@@ -88,7 +88,7 @@ class Move(Enum):
     KEEP_SMALLEST = auto()
     """Of the steps that measured over the limit, Keras's own among them, the smallest is final."""
     LOWER_LIMIT = auto()
-    """The device has less than was thought: a plan is made for what it has."""
+    """The device has less memory than was thought: a plan is made for what it has."""
     REFUSE = auto()
     """The batch cannot be trained: its error is the user's."""
 

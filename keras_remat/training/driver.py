@@ -7,7 +7,7 @@ ordered steps and between numbers of micro-batches, ``sizes`` those between batc
 has every sentence.
 
 Every batch that comes in is trained exactly once: a step that runs out of memory is undone, and its
-batch trained again, under a plan for what the device had.
+batch trained again, under a plan for the memory that the device had.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def _solved_beside(tools: Tools, shape: PlannedShape) -> Plan | None:
     except PlanProcessError as error:
         tools.fit.warn(*tell.solved_nothing_beside(error))
         return None
-    except BudgetError as error:  # of a part of the limit
+    except BudgetError as error:  # its budget is a part of the limit
         raise tools.plans.not_found(problem) from error
     # the memory model has seen more steps meanwhile
     now = tools.costs.predict(problem, found.solution.schedule)
