@@ -1,8 +1,8 @@
-"""Keras on PyTorch: record the trainer's step below autograd, plan it op by op, and run the plan as
-generated Python.
+"""Records Keras's PyTorch step below autograd, plans it, and runs it as Python.
 
-Imports PyTorch and Keras, never another framework, and no solver. A step runs op by op in the order
-of its plan, in eager mode without autograd: the backward phase is part of what was recorded.
+The trainer's step is planned op by op, and the plan runs as generated Python. Imports PyTorch and
+Keras, never another framework, and no solver. A step runs op by op in the order of its plan, in
+eager mode without autograd: the backward phase is part of the recording.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class TorchBackend:
-    """Knows the verbs of :class:`keras_remat.backends.base.Backend`."""
+    """Implements :class:`keras_remat.backends.base.Backend`."""
 
     name, compilation = "torch", "ordered"
     measures_op_times = True
@@ -55,9 +55,9 @@ class TorchBackend:
     def __init__(self) -> None:
         self.device = live_device()
         self.memory = SimulatedMemory()
-        self._written: dict[int, torch.Tensor] = {}  # by steps, beside what the model holds
+        self._written: dict[int, torch.Tensor] = {}  # id → tensor steps write, not the model's
         self._lowered: WeakSet[LoweredStep] = WeakSet()
-        self._changes = 0  # of what Python holds, after which steps were recorded anew
+        self._changes = 0  # how often settings have changed
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
@@ -72,7 +72,7 @@ class TorchBackend:
         self, traced: TorchTracedStep, resident_bytes: int | None = None
     ) -> Profile:
         """Returns a profile from shapes alone. A plan's step first frees the gradients that Keras's
-        own has left on the weights: they are no part of what is resident."""
+        own step has left on the weights, so they do not count as resident."""
         if resident_bytes is not None:
             left = gradient_bytes(traced.places.own, traced.device)
             resident_bytes = max(0, resident_bytes - left)
@@ -119,10 +119,10 @@ class TorchBackend:
         return lowered
 
     def record_anew(self) -> bool | None:
-        """Records every step in use once more, since something that Python holds was set.
+        """Records every step in use once more, after a setting that Python holds was changed.
 
         Returns:
-            Whether one of them computes something else now; ``None`` where none is in use.
+            Whether one of them computes something else now; ``None`` if none is in use.
 
         Raises:
             UnsupportedModelError: a step cannot be recorded any more, or has another graph.
@@ -136,7 +136,7 @@ class TorchBackend:
         return any(others) if others else None
 
     def _as_it_is_now(self, traced: TorchTracedStep) -> TorchTracedStep:
-        """Returns a step as it is with what Python holds now."""
+        """Returns a step, recorded anew if a setting has changed since it was recorded."""
         if traced.changes == self._changes:
             return traced
         whole = traced.whole

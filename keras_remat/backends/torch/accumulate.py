@@ -1,8 +1,8 @@
-"""One optimizer step from a batch that is split into micro-batches
-(:mod:`keras_remat.backends.micro_batches`), whose gradients ``backward()`` itself adds up.
+"""Trains a batch in micro-batches whose gradients are added up, as one optimizer step.
 
-The step is written out micro-batch after micro-batch and recorded like any other. It runs in the
-order in which it was written, so micro-batches need not be kept apart.
+:mod:`keras_remat.backends.micro_batches` splits the batch, and ``backward()`` itself adds the
+gradients up. The step is written out micro-batch after micro-batch and recorded like any other. It
+runs in the order in which it was written, so micro-batches need not be kept apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""``keras.ops.cond`` in a recorded step: on PyTorch a Python ``if`` on a tensor's value.
+"""Records ``keras.ops.cond``, which on PyTorch is a Python ``if`` on a tensor's value.
 
-A branch that returns nothing and changes variables (an update that is skipped where gradients are
-not finite, an average that is taken every tenth step) becomes calls under a predicate, which a step
-reads once. Branches that return values, and do nothing else, are both computed, and the value is
-chosen. A predicate that is known when the step is recorded takes its branch.
+If a branch returns nothing and changes variables (an update that is skipped if gradients are not
+finite, an average that is taken every tenth step), its calls are recorded under a predicate, which
+a step reads once. If branches return values and do nothing else, both are computed, and the value
+is chosen. If a predicate is known when the step is recorded, only its branch is recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Branches:
         self._recorder = recorder
 
     def cond(self, pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
-        """Records what a step does on either branch, or the one that is known to be taken."""
+        """Records the calls of both branches, or of the one that is known to be taken."""
         if private.is_symbolic_call():
             return true_fn()
         if not isinstance(pred, torch.Tensor):
@@ -53,7 +53,7 @@ class Branches:
     def _recorded(
         self, number: int, wanted: bool, branch: Callable[[], Any]
     ) -> tuple[Any, list[int]]:
-        """Returns what a branch returns, and where its calls are."""
+        """Returns a branch's result, and the indices of its calls."""
         recorder = self._recorder
         before, first = recorder.predicate, len(recorder.recording.calls)
         recorder.predicate = (*before, (number, wanted))
@@ -64,10 +64,10 @@ class Branches:
         return result, list(range(first, len(recorder.recording.calls)))
 
     def _unconditional(self, at: list[int]) -> None:
-        """Makes the calls of a branch be made always, as those of the other one.
+        """Takes a branch's predicate off its calls: they are made whichever branch is taken.
 
         Raises:
-            UnsupportedModelError: they change more than they return.
+            UnsupportedModelError: the calls change variables, or draw random numbers.
         """
         calls, depth = self._recorder.recording.calls, len(self._recorder.predicate)
         for index in at:

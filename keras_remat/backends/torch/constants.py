@@ -1,4 +1,4 @@
-"""Calls that depend on constants alone, which are made when a step is recorded.
+"""Makes calls that depend on constants alone when a step is recorded.
 
 Keras computes small numbers from shapes, and some of them decide what it does next (the AUC metric
 repeats a threshold as often as a product of dimensions says). So small tensors that follow from
@@ -29,11 +29,11 @@ _VALUE = "_keras_remat_value"
 
 @dataclass(frozen=True)
 class Known:
-    """Says what is known of a call's result.
+    """Holds what is known of a call's result.
 
     Args:
-        value: the result; ``None`` where it depends on the step's inputs.
-        is_new: whether it takes the place of the call; a view stays a call.
+        value: the result; ``None`` if it depends on the step's inputs.
+        is_new: whether the value replaces the call. A view does not: its call is recorded.
     """
 
     value: Any = None
@@ -47,27 +47,27 @@ class Constants:
         self._written: set[int] = set()  # storages of constants
 
     def know(self, stand_in: torch.Tensor, value: torch.Tensor) -> None:
-        """Takes down the value of a tensor."""
+        """Notes the value of a tensor."""
         setattr(stand_in, _VALUE, value)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns a tensor's value, where it is known."""
+        """Returns a tensor's value; ``None`` if it is not known."""
         known: torch.Tensor | None = getattr(tensor, _VALUE, None)
         if known is None or private.storage_key(tensor) in self._written:
             return None
         return known
 
     def forget(self, written: Sequence[torch.Tensor]) -> None:
-        """Forgets the values of tensors that are written; what looks at the same memory is not
-        known for what it was either."""
+        """Forgets the values of tensors that are written, and of all tensors that look at the same
+        memory."""
         known = [tensor for tensor in written if self.value(tensor) is not None]
         self._written.update(map(private.storage_key, known))
 
     def folded(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Known:
-        """Returns what is known of a call's result.
+        """Computes a call on known values, and returns what is known of its result.
 
         Args:
-            tensors: those among the arguments.
+            tensors: the tensors among the arguments.
         """
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             return Known()
@@ -90,7 +90,7 @@ class Constants:
     def _values(
         self, name: str, args: Any, tensors: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor] | None:
-        """Returns the value of every tensor among the arguments by its id; ``None`` where one is
+        """Returns tensor id → value, for the tensors among the arguments; ``None`` if one value is
         not known, or the call is not worth it."""
         if not tensors:
             is_small = name not in _MADE_OF_SHAPES or _elements(args[0]) <= _MOST_ELEMENTS
@@ -105,7 +105,8 @@ class Constants:
             return {id(like): made} if len(tensors) == 1 else None
         values = {}
         for tensor in tensors:
-            # what the step closes over may be written between two steps; what was lifted is its own
+            # a tensor that the step closes over may be written between two steps; a lifted one is
+            # the step's own
             lifted = name == "lift_fresh" and not private.is_fake(tensor)
             value = tensor if lifted else self.value(tensor)
             if value is None or value.numel() > _MOST_ELEMENTS:

@@ -1,10 +1,10 @@
-"""What convolutions take on a CPU beside their results, told by shape before any has run.
+"""Predicts from shapes what convolutions take on a CPU beside their results.
 
-Images whose channels lie last, as Keras has them, oneDNN reads as they are. Of the weights, and of
-their gradient, it makes copies in its own layout: one forward and two backward, however many images
-there are. Where channels lie first (``data_format="channels_first"``, transposed and 1-D
-convolutions) it copies images and results, too, with channels in blocks of a vector register. A
-tensor that lies in neither way is copied whole before. PyTorch's own kernels, which take a single
+oneDNN reads images whose channels lie last, as Keras has them, where they are. It copies the
+weights, and their gradient, into its own layout: one copy forward and two backward, however many
+images there are. Where channels lie first (``data_format="channels_first"``, transposed and 1-D
+convolutions), it copies images and results, too, with channels in blocks of a vector register. A
+tensor that lies in neither way is copied whole first. PyTorch's own kernels, which take a single
 small image and float64, gather patches of images into a matrix.
 """
 
@@ -30,10 +30,10 @@ class _Convolution:
     """Holds what a convolution reads and writes.
 
     Args:
-        results: of the forward one, or their gradient.
+        results: results of a forward one; their gradient of a backward one.
         options: strides, paddings, dilations, whether it is transposed, output paddings, groups.
-        asked: whether a backward one makes the gradients of the images, and of the weights; a
-            forward one neither.
+        asked: whether a backward one makes the gradient of the images, and that of the weights;
+            both false for a forward one.
     """
 
     images: Layout
@@ -44,7 +44,7 @@ class _Convolution:
 
 
 def scratch_bytes(node: Node, layouts: Sequence[Layout]) -> int:
-    """Returns the most bytes that a convolution takes beside its results; 0 of what else."""
+    """Returns the most bytes that a convolution takes beside its results; 0 for other nodes."""
     convolution = _convolution(node, layouts)
     return 0 if convolution is None else _scratch_bytes(convolution)
 
@@ -52,12 +52,12 @@ def scratch_bytes(node: Node, layouts: Sequence[Layout]) -> int:
 def scratch_between(
     node: Node, layouts: Sequence[Layout], other: Node, others: Sequence[Layout], share: Fraction
 ) -> int:
-    """Returns what :func:`scratch_bytes` does at another batch size.
+    """Returns :func:`scratch_bytes` at a third batch size, from traces at two.
 
     Args:
-        node, layouts: of a trace at one size.
-        other, others: of one at a second size.
-        share: where the size is, from 0 for the first to 1 for the second.
+        node, layouts: from a trace at one batch size.
+        other, others: from a trace at a second batch size.
+        share: where the batch size is, from 0 for the first to 1 for the second.
     """
     a, b = _convolution(node, layouts), _convolution(other, others)
     if a is None or b is None:
@@ -76,7 +76,7 @@ def _between(one: Layout, other: Layout, share: Fraction) -> Layout:
 
 
 def _convolution(node: Node, layouts: Sequence[Layout]) -> _Convolution | None:
-    """Returns what a convolution reads and writes; ``None`` for what else."""
+    """Returns what a convolution reads and writes; ``None`` for other nodes."""
     if node.call is None:
         return None
     operator, args = node.call.operator, node.call.args
@@ -143,7 +143,7 @@ def _gathered_bytes(kernel: str, one: _Convolution) -> int:
 
 
 def _blocked_bytes(convolution: _Convolution) -> int:
-    """Returns what oneDNN's copies take at most, where channels lie first."""
+    """Returns the most bytes that oneDNN's copies take where channels lie first."""
     images, weights, results = convolution.images, convolution.weights, convolution.results
     asked = convolution.asked
     strides, _, _, is_transposed, _, groups = convolution.options
@@ -154,7 +154,7 @@ def _blocked_bytes(convolution: _Convolution) -> int:
         return int(math.prod(shape) * one.dtype.itemsize)
 
     x, y, w = in_blocks(images, (1,)), in_blocks(results, (1,)), in_blocks(weights, (0, 1))
-    has_few = images.shape[1] < block  # channels, which it reads as they are
+    has_few = images.shape[1] < block  # channels: oneDNN reads the images as they are
     read = 0 if has_few else x
     if not any(asked):
         copied = y + (1 + bool(is_transposed)) * _bytes(results)

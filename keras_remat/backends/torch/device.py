@@ -1,14 +1,14 @@
-"""What a step takes of the device's memory, and of time.
+"""Measures what a step takes of the device's memory, and of time.
 
-*On a CPU* PyTorch keeps no statistics. What is in use between steps are the bytes of what the
-model, its optimizer and its metrics hold, of the gradients that a step leaves on the weights, and
-of the batch. What a step adds is seen by the profiler's memory events, to the byte, with what
-kernels allocate for themselves; it is watched in the first two calls of every step, and is what
-they add in later ones, too. oneDNN's own scratch is not seen.
+*On a CPU* PyTorch keeps no statistics. In use between steps are the bytes that the model, its
+optimizer and its metrics hold, those of the gradients that a step leaves on the weights, and those
+of the batch. The profiler's memory events show what a step adds, to the byte, including what
+kernels allocate for themselves. The first two calls of every step are watched; later ones are taken
+to add the same. oneDNN's own scratch is not seen.
 
-*On a GPU* the caching allocator keeps statistics: in use is what it has handed out, rounded up to
-512 bytes and to whole blocks. What it has reserved is more; the driver's own memory and other
-processes' are taken off the total.
+*On a GPU* the caching allocator keeps statistics. In use is what it has handed out, rounded up to
+512 bytes and to whole blocks. It has reserved more than that. The memory of the driver and of other
+processes is taken off the total.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from keras_remat.core.schedule import Usage
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
-#: So many calls of a step are watched. The first one of Keras's own finds no gradients of the step
-#: before.
+#: How many calls of a step are watched. In the first one of Keras's own, there are no gradients of
+#: a step before.
 _WATCHED_CALLS = 2
-#: What the texts of out of memory contain, where the error is not of a type of its own.
+#: Texts in out-of-memory errors that have no type of their own.
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -53,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """Returns what tells batches of one shape from those of another."""
+    """Returns a key that is equal for batches of the same shapes and types."""
     leaves = [leaf for leaf in leaves_of(batch) if leaf is not None]
     return tuple((tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for leaf in leaves)
 
@@ -62,8 +62,8 @@ class Device:
     """Is the device that one model trains on.
 
     Attributes:
-        probe: is called with every position of a schedule before its op, while op times are
-            recorded; ``None`` else.
+        probe: called before every op with its position in the schedule, while op times are
+            recorded; else ``None``.
     """
 
     has_statistics = True
@@ -77,21 +77,21 @@ class Device:
         return self.probe is not None
 
     def trains(self, model: Any) -> None:
-        """Takes down which model trains on it."""
+        """Notes the model that trains on it."""
 
     def expect(self, step: Any, added_bytes: int) -> None:
-        """Takes down what a step is predicted to add to what is in use."""
+        """Notes how many bytes a step is predicted to add to those in use."""
 
     def run(self, step: Any, batch: Any, call: Callable[[Any], Result]) -> Result:
-        """Returns ``call(batch)``, of which it notes what it takes.
+        """Returns ``call(batch)``, and notes what the call takes.
 
         Args:
-            step: of which it is a call.
+            step: the step that is called.
         """
         return call(batch)
 
     def floor_advice(self, op: Op) -> str:
-        """Returns what makes an op need less; nothing is known to."""
+        """Returns no advice: nothing is known to make an op need less."""
         return ""
 
 
@@ -108,7 +108,7 @@ class CpuDevice(Device):
         self._expected: dict[Any, int] = {}
         self._peak_bytes, self._aside_s = 0, 0.0
         self._is_waited_for, self._was_watched = True, False
-        #: Memory events of the steps that ran while op times were recorded.
+        #: Memory events of each step that ran while op times were recorded.
         self.recorded: list[list[tuple[int, int]]] = []
 
     def trains(self, model: Any) -> None:
@@ -128,7 +128,7 @@ class CpuDevice(Device):
             return call(batch)
         before, ended = self.in_use_bytes(), time.perf_counter()
         events: list[tuple[int, int]] = []
-        # no event tells that something is freed which was there before the first watched step
+        # no event shows the freeing of memory that was there before the first watched step
         freed, watches = ([], []) if self._was_watched else self._watched_gradients()
         self._was_watched = True
         try:
@@ -152,8 +152,8 @@ class CpuDevice(Device):
         return ([], []) if model is None else watch_gradients(model, torch.device("cpu"))
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
-        """Runs once and returns its result with its time and peak. Where it is not waited for, it
-        costs no more than the step, and the peak is what the last one took that was."""
+        """Runs once and returns its result with its time and peak. If ``wait`` is false, it costs
+        no more than the step, and the peak is that of the last run that was waited for."""
         if not wait:
             self._is_waited_for = False
             try:
@@ -167,13 +167,13 @@ class CpuDevice(Device):
         return result, Usage(max(0.0, elapsed_s), max(self._peak_bytes, self.in_use_bytes()))
 
     def in_use_bytes(self) -> int:
-        """Returns the bytes of what is there between steps."""
+        """Returns the bytes that are in use between steps."""
         model = None if self._model is None else self._model()
         held = 0 if model is None else held_bytes(model, torch.device("cpu"))
         return held + self._batch_bytes
 
     def note_batch(self, batch: Any) -> None:
-        """Takes a batch for the one that is in use, before a step trains it."""
+        """Counts a batch as in use before a step trains it."""
         self._batch_bytes = batch_bytes(batch)
 
     def peak_bytes(self) -> int:
@@ -181,18 +181,18 @@ class CpuDevice(Device):
         return max(self._peak_bytes, self.in_use_bytes())
 
     def begin_watch(self) -> None:
-        """Begins to watch Keras's own steps, of which it is known what they add. Nothing is noted
-        while they run, unless somebody has all noted: no event will tell that what they allocate is
-        freed."""
+        """Begins to watch Keras's own steps, whose added bytes are known. No memory is noted while
+        they run, unless somebody has all of it noted. So no event will show that memory they
+        allocate is freed."""
         self._was_watched = private.notes_memory()
 
     def watched_peak_bytes(self) -> int:
-        """Returns what Keras's own steps took that were watched."""
+        """Returns the peak of Keras's own steps, by the most that one of them adds."""
         added = [one for step, (one, _) in self._added.items() if isinstance(step, tuple)]
         return self.in_use_bytes() + max(added, default=0)
 
     def phase_peak_bytes(self) -> int:
-        """Returns 0: nothing but steps is counted."""
+        """Returns 0: only steps are counted."""
         return 0
 
     def total_bytes(self) -> int:
@@ -204,7 +204,7 @@ class CudaDevice(Device):
     """Stands for a GPU whose memory PyTorch's caching allocator hands out; see the module.
 
     Args:
-        index: of the GPU.
+        index: the GPU's number.
     """
 
     def __init__(self, index: int):
@@ -214,8 +214,8 @@ class CudaDevice(Device):
         self._has_workspaces = False
 
     def trains(self, model: Any) -> None:
-        """Has cuBLAS take its workspaces, which every step that multiplies matrices makes it
-        keep: what is in use then counts them before the first step."""
+        """Makes cuBLAS take its workspaces, which it keeps from the first matrix product on. So the
+        bytes in use count them before the first step."""
         if not self._has_workspaces:
             self._has_workspaces = True
             with torch.no_grad():
@@ -223,8 +223,8 @@ class CudaDevice(Device):
                 torch.addmm(ones[0], ones @ ones, ones)
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
-        """Runs once and returns its result with its time and the allocator's peak; the peak is
-        known once the call returns, the time where it is waited for."""
+        """Runs once and returns its result with its time and the allocator's peak. The peak is
+        known once the call returns, the time only if ``wait`` is true."""
         if wait:
             torch.cuda.synchronize(self._index)
         torch.cuda.reset_peak_memory_stats(self._index)
@@ -243,7 +243,7 @@ class CudaDevice(Device):
         return int(torch.cuda.memory_allocated(self._index))
 
     def peak_bytes(self) -> int:
-        """Returns the most bytes in use since a measurement, or a watch, began, whatever ran."""
+        """Returns the most bytes in use since a measurement or a watch began, whatever ran."""
         return int(torch.cuda.max_memory_allocated(self._index))
 
     watched_peak_bytes = phase_peak_bytes = peak_bytes
@@ -253,8 +253,8 @@ class CudaDevice(Device):
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def total_bytes(self) -> int:
-        """Returns what the allocator may hand out: what it has, what is free on the card, and no
-        more than the fraction that the process was given."""
+        """Returns the bytes the allocator may hand out: those it has and those free on the card,
+        but no more than the fraction that the process was given."""
         free, total = torch.cuda.mem_get_info(self._index)
         reserved = int(torch.cuda.memory_reserved(self._index))
         fraction = torch.cuda.get_per_process_memory_fraction(self._index)
@@ -265,7 +265,7 @@ def live_device() -> CpuDevice | CudaDevice:
     """Returns the device that Keras trains on.
 
     Raises:
-        UnsupportedModelError: neither a CPU nor a CUDA GPU.
+        UnsupportedModelError: it is neither a CPU nor a CUDA GPU.
     """
     device = private.device()
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What PyTorch can measure on this machine, for ``keras-remat doctor``."""
+"""Reports what PyTorch can measure on this machine, for ``keras-remat doctor``."""
 
 from __future__ import annotations
 

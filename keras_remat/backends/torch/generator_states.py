@@ -1,8 +1,8 @@
-"""Where a step takes down the state of PyTorch's own generator, and puts it back.
+"""Records where a step saves the state of PyTorch's own generator, and restores it.
 
-``torch.utils.checkpoint`` does so, and with it ``keras.RematScope``: what it computes again draws
-what it drew at first. ``torch.random.fork_rng`` does, too. Nothing is drawn while a step is
-recorded. So a state stands for the place where it was taken down, and a program goes on from there.
+``torch.utils.checkpoint`` does so, and with it ``keras.RematScope``, so that a recomputation draws
+the same numbers again. ``torch.random.fork_rng`` does so, too. Nothing is drawn while a step is
+recorded. So a state stands for the place where it was saved, and a program goes on from there.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _IN_A_BRANCH = (
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Says that a state was taken down or put back.
+    """Records that a state was saved or restored.
 
     Args:
         at: how many calls were recorded before.
-        device: kind of the device whose generator it is.
-        mark: which state.
-        is_back: whether it was put back.
+        device: kind of the device of the generator.
+        mark: number of the state.
+        is_back: whether it was restored.
     """
 
     at: int
@@ -49,17 +49,17 @@ class Move:
 
 
 class Recorder(Protocol):
-    """Is what notes the moves."""
+    """Notes the moves."""
 
     recording: Any
     predicate: tuple[tuple[int, bool], ...]
 
 
 class _Generator:
-    """Stands in for the functions of one kind of device.
+    """Stands in for the state functions of one kind of device.
 
     Args:
-        device: the kind.
+        device: the kind of device.
         take: returns the state.
         recorder: notes what happens.
     """
@@ -96,7 +96,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def recorded(recorder: Recorder) -> Iterator[None]:
-    """Has a recorder note what a step does with the states, and refuses what no plan could do."""
+    """Makes a recorder note states that a step saves and restores, and refuses seeding."""
     modules: dict[str, tuple[Any, ...]] = {"cpu": (torch, torch.random)}
     if private.device().type == "cuda":
         modules["cuda"] = (torch.cuda, torch.cuda.random)

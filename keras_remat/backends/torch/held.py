@@ -1,12 +1,13 @@
-"""What Python holds that a step may read and set: attributes of the model, its layers and objects
-of the user's own, and the global variables that their code names.
+"""Finds what Python holds that a step may read and set.
 
-Keras's own step reads them anew every time. A plan has what was there when its step was recorded,
-so what changes has to be seen (:class:`Settings`, and :mod:`.rehearsal` for what the step itself
-changes), and what recording leaves there has to go (:func:`attributes_kept`).
+These are attributes of the model, its layers and objects of the user's own, and the global
+variables that their code names. Keras's own step reads them anew every time. A plan has the values
+of the time when its step was recorded. So changes have to be seen (:class:`Settings`, and
+:mod:`.rehearsal` for what the step itself changes), and what recording leaves there has to go
+(:func:`attributes_kept`).
 
-Known limit: what a function closes over (``nonlocal``) is not looked at, nor what containers hold
-that lie in others, but for tensors.
+Known limit: variables that a function closes over (``nonlocal``) are not looked at. In containers
+that lie in other containers, only tensors are.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ import torch
 from keras_remat.backends.torch import private
 
 _NOT_OF_THE_USER = {"keras", "keras_remat", "numpy", "torch"}
-#: Attributes that loops set between steps, or Keras in a layer's first call, and no step reads.
+#: Attributes that no step reads: loops set them between steps, or Keras in a layer's first call.
 _READ_BY_NO_STEP = {"training", "stop_training", "stop_evaluating", "stop_predicting", "_called"}
 
-#: Which object or module it is, and a name for what it holds.
+#: Id of an object's or module's table, and a name for the entry.
 Key = tuple[int, str]
 
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Names what one object or one module holds.
+    """Holds the attributes of one object, or the variables of one module.
 
     Args:
         label: the class of the object, or the module's name.
         values: its ``__dict__``.
-        names: of the entries that count; ``None`` for all.
+        names: names of the entries that count; ``None`` for all.
     """
 
     label: str
@@ -54,7 +55,7 @@ class _Table:
 
 
 def held_in(nested: Any) -> Iterator[Any]:
-    """Yields what containers hold that lie in one another."""
+    """Yields what containers hold, also those inside of other containers."""
     if not isinstance(nested, (list, tuple, set, Mapping)):
         yield nested
         return
@@ -71,9 +72,9 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def _tables_of(model: Any) -> list[_Table]:
-    """Returns a model, its layers, optimizers and losses, and objects of the user's own that they
-    hold, each with its attributes; and the modules of their code, with the variables that it
-    names."""
+    """Returns the tables of a model: the attributes of the model, its layers, optimizers and
+    losses, and of objects of the user's own that they hold; and the variables of the modules of
+    their code, as far as the code names them."""
     losses = [one for one in held_in(model.loss) if isinstance(one, keras.losses.Loss)]
     known = (model, *private.modules(model), *optimizers_of(model), *losses)
     owners = {id(owner): owner for owner in known}
@@ -99,7 +100,7 @@ def _tables_of(model: Any) -> list[_Table]:
 
 
 def _methods_of(owner: Any) -> Iterator[Any]:
-    """Yields the functions of an object's classes, where those are the user's own."""
+    """Yields the functions of an object's classes that are the user's own."""
     for kind in type(owner).__mro__:
         if not _is_known(kind.__module__):
             for member in vars(kind).values():
@@ -113,8 +114,8 @@ def _named_by(
     among them name; yields the objects in them whose class is of the same package.
 
     Args:
-        codes: what was looked at, to which this is added.
-        modules: the variables of each module that are named, to which these are added.
+        codes: the code that was looked at; this function's is added.
+        modules: the named variables of each module; new ones are added.
     """
     waiting = [function]
     while waiting:
@@ -149,7 +150,7 @@ def _package(module: str) -> str:
 
 
 def _is_of_the_user(thing: Any) -> bool:
-    """Returns whether something has attributes, and a class of the user's own."""
+    """Returns whether an object has attributes, and a class of the user's own."""
     is_value = isinstance(thing, (torch.Tensor, type, FunctionType))
     return not is_value and hasattr(thing, "__dict__") and not _is_known(type(thing).__module__)
 
@@ -172,7 +173,7 @@ class Settings:
     """Sees which plain values are set between steps, by callbacks for instance.
 
     Args:
-        model: whose step reads them. What it gets later is not looked at.
+        model: the model whose step reads them. Attributes that it gets later are not looked at.
     """
 
     def __init__(self, model: Any):
@@ -185,11 +186,11 @@ class Settings:
         self.note()
 
     def note(self) -> None:
-        """Takes what is there now for what the next step is to have."""
+        """Notes the values that the next step is to have."""
         self._known = self._now()
 
     def changed(self) -> list[str]:
-        """Returns what was set since it was noted, each with a name."""
+        """Returns the names of the values that were set since they were noted."""
         return [
             place[0]
             for place, before, now in zip(self._places, self._known, self._now(), strict=True)
@@ -197,7 +198,7 @@ class Settings:
         ]
 
     def forget(self, names: Sequence[str]) -> None:
-        """Looks at some no longer."""
+        """Stops looking at some of the values."""
         self._places = [place for place in self._places if place[0] not in names]
         self.note()
 
@@ -211,10 +212,13 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 @contextmanager
 def attributes_kept(model: Any) -> Iterator[None]:
-    """Puts back what a step sets in Python while it is recorded, and what it puts into lists and
-    dictionaries there: tensors without memory and what holds them, such as an optimizer of
-    PyTorch's that is made in the first step, and counts of a step that was not run. Of containers
-    that Keras tracks, those only that have got such a tensor: what ``add_loss`` fills."""
+    """Puts back what a step sets in Python while it is recorded.
+
+    Such a step leaves tensors without memory there and objects that hold them, such as an optimizer
+    of PyTorch's that is made in the first step, and counts of a step that was not run. Lists and
+    dictionaries are put back, too. Of the containers that Keras tracks, only those that have got
+    such a tensor are: ``add_loss`` fills them.
+    """
     tables = _tables_of(model)
     held = [one for table in tables for _, one in table.items() if isinstance(one, (dict, list))]
     before = [(table, dict(table.items())) for table in tables]
@@ -240,15 +244,16 @@ def _is_fake(thing: Any) -> bool:
 
 
 def _put_back(now: dict[Any, Any], kept: dict[Any, Any], names: frozenset[str] | None) -> None:
-    """Puts the entries of a dictionary back; of the others those with the names go, or all."""
+    """Puts the entries of a dictionary back. Entries that are new go: those with the given names,
+    or all."""
     for name in (now.keys() if names is None else now.keys() & names) - kept.keys():
         del now[name]
     now.update(kept)
 
 
 def tensors_left_in(model: Any, stand_ins: Sequence[torch.Tensor]) -> list[tuple[str, Any]]:
-    """Returns the tensors without memory, but for the stand-ins, that a step has left in Python,
-    each with a name for where."""
+    """Returns the tensors without memory that a step has left in Python, except for the stand-ins,
+    each with the name of its place."""
     own = set(map(id, stand_ins))
     return [
         (f"{table.label}.{name}", held)

@@ -1,4 +1,4 @@
-"""Where an op takes over the memory of a value that dies with it."""
+"""Finds the ops that take over the memory of a value that dies with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from keras_remat.backends.torch.recorder import Ref
 
 
 def written_in_place(operator: Any) -> Any:
-    """Returns the operator that writes its first argument and computes the same bits, or ``None``:
-    only of those that work element by element."""
+    """Returns the operator that writes its first argument and computes the same bits. Returns
+    ``None`` if there is none, or if the operator does not work element by element."""
     if torch.Tag.pointwise not in operator.tags or operator._schema.is_mutable:
         return None
     first = operator._schema.arguments[:1]
@@ -25,14 +25,14 @@ def written_in_place(operator: Any) -> Any:
 
 
 def without_writes(operator: Any) -> Any:
-    """Returns the operator that returns what another one writes into its first argument, or
-    ``None``."""
+    """Returns the operator that returns what another one writes into its first argument; ``None``
+    if there is none."""
     name = private.schema_name(operator)
     return private.overload_like(operator, name[:-1]) if name.endswith("_") else None
 
 
 def reusable(program: Program, node: Node) -> tuple[int, ...]:
-    """Returns the values whose memory a node takes over, where it is the last that reads them."""
+    """Returns the values whose memory a node takes over if it is their last reader."""
     if node.kind == WRITE:
         return tuple(v for v in node.old.values() if v is not None and v not in program.sources)
     if node.kind != PURE or node.call is None or len(node.outputs) != 1 or node.predicate:
@@ -59,12 +59,11 @@ def reusable(program: Program, node: Node) -> tuple[int, ...]:
 
 
 def _lies_as_others_do(program: Program, node: Node, returned: int) -> bool:
-    """Returns whether what an op returns is a vector that lies in a matrix, as a row or a column,
-    and is computed from several.
+    """Returns whether an op computes a row or column of a matrix from several tensors.
 
-    In which strides it lies nobody knows: fake tensors and real ones differ in those of an axis of
-    one place, and a result has those of one argument or of another. A matrix product that reads it
-    rounds by them.
+    The strides of such a result are not known. Fake tensors and real ones differ in the strides of
+    an axis of one place, and a result has the strides of one argument or of another. A matrix
+    product that reads it rounds by them.
     """
     shape = program.layouts[returned].shape
     if len(shape) < 2 or math.prod(shape) != max(shape):

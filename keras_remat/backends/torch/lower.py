@@ -1,4 +1,4 @@
-"""A schedule as a train step: the function that :mod:`.writer` writes, and its inputs."""
+"""Runs a schedule as a train step: the function that :mod:`.writer` writes, with its inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LoweredStep:
     Args:
         traced: the step the schedule's graph came from.
         schedule: a legal order.
-        device: notes what runs, and times ops while it records.
+        device: notes what the step takes, and times ops while it records.
     """
 
     def __init__(self, traced: TorchTracedStep, schedule: Schedule, device: Device):
@@ -30,7 +30,7 @@ class LoweredStep:
         self.replace(traced)
 
     def replace(self, traced: TorchTracedStep) -> None:
-        """Runs the schedule of another recording from now on, which has the same graph."""
+        """Runs the schedule on another recording with the same graph from now on."""
         self.traced, schedule = traced, self.schedule
         self._step, self._writer = compiled(traced.program, traced.graph, schedule.order)
         self._probed: Any = None
@@ -38,7 +38,7 @@ class LoweredStep:
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
-        drop_gradients(self.traced.places.own)  # before it is noted what is in use
+        drop_gradients(self.traced.places.own)  # before the bytes in use are noted
         return self._device.run(self, batch, self._run)
 
     def _run(self, batch: Any) -> Any:
@@ -62,7 +62,7 @@ class LoweredStep:
 
 
 def _packed(logs: Any, results: dict[int, torch.Tensor]) -> Any:
-    """Returns what ``train_step`` returned when it was recorded, with a step's results."""
+    """Returns the result of ``train_step`` as it was recorded, filled with a step's results."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Ref):

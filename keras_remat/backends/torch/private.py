@@ -39,23 +39,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from keras_remat.backends.keras_private import GLOBAL_SEED_GENERATOR
 from keras_remat.errors import UnsupportedModelError
 
-#: What a step that asks for a tensor's value, or a shape that follows from one, raises when it is
-#: recorded.
+#: Raised while recording if the step asks for a tensor's value, or for a shape that follows from
+#: one.
 ASKS_FOR_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
-#: What errors say of one call with tensors of two devices; PyTorch 2.11 says the first.
+#: Texts in errors of a call with tensors of two devices; PyTorch 2.11 writes the first.
 OF_TWO_DEVICES = (
     "two different devices",
     "tensors to be on the same device",
     "is not on the expected device",
 )
-#: Seeds of the generators that stand in while a step is recorded count from here.
+#: Seeds of the generators that stand in while a step is recorded count from this number.
 _MAGIC_SEED = 0x6B725F0000000
 _MASK = 0xFFFFFFFF
-#: What PyTorch writes about a session of its profiler.
+#: Lines that PyTorch writes about a session of its profiler.
 _OF_PROFILER = re.compile(rb"^USDT:|before the profiling started")
 
 DispatchMode = TorchDispatchMode
@@ -63,8 +63,8 @@ without_modes = _disable_current_modes
 
 
 def fake_mode() -> Any:
-    """Returns a mode in which tensors have shapes and no memory; a number that is read from one is
-    a symbol."""
+    """Returns a mode in which tensors have shapes and no memory. A number that is read from such a
+    tensor is a symbol."""
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
 
@@ -75,12 +75,13 @@ def is_fake(tensor: Any) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns what tells the storage of a living tensor from that of any other."""
+    """Returns a key that differs between the storages of any two living tensors."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors with memory that a tensor consists of: itself, but for a sparse one."""
+    """Returns the tensors with memory that a tensor consists of: itself, or a sparse one's
+    parts."""
     if tensor.layout == torch.strided:
         return [tensor]
     return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else []
@@ -100,7 +101,7 @@ def in_backward() -> bool:
 
 
 def callable_of(overload: Any) -> Callable[..., Any]:
-    """Returns what runs an operator with the least of Python around it."""
+    """Returns the function that runs an operator with the least Python around it."""
     run: Callable[..., Any] = overload._op
     return run
 
@@ -111,8 +112,8 @@ def schema_name(overload: Any) -> str:
 
 
 def overload_like(overload: Any, name: str) -> Any:
-    """Returns the operator of another name with the same overload and arguments, written ones
-    aside; ``None`` without one."""
+    """Returns the operator of another name with the same overload and arguments, whether they are
+    written or not; ``None`` if there is none."""
     packet = getattr(getattr(torch.ops, overload.namespace), name, None)
     other = getattr(packet, overload._overloadname, None)
     if other is None:
@@ -125,7 +126,7 @@ def _arguments(overload: Any) -> list[tuple[str, str]]:
 
 
 def written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns those arguments of a call that it writes."""
+    """Returns the arguments that a call writes."""
     written = []
     for at, argument in enumerate(overload._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -135,7 +136,7 @@ def written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def arguments_of(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call by name, those that are not given with their defaults."""
+    """Returns the arguments of a call by name, with defaults for those not given."""
     found = {}
     for at, argument in enumerate(overload._schema.arguments):
         if at < len(args) and not argument.kwarg_only:
@@ -148,22 +149,23 @@ def arguments_of(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def placed(overload: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call by place and by name, of which all are given by name."""
+    """Returns a call's arguments by place and by name, from all of them by name."""
     by_name = {a.name for a in overload._schema.arguments if a.kwarg_only}
     args = tuple(given for name, given in arguments.items() if name not in by_name)
     return args, {name: given for name, given in arguments.items() if name in by_name}
 
 
 def convolution_kernel(images: Any, weights: Any, options: Sequence[Any]) -> str:
-    """Returns the name of the kernels that take a convolution on a CPU, with as many threads as
-    there are now. PyTorch's own begin with "Slow"; the others are oneDNN's.
+    """Returns the name of the kernels that run a convolution on a CPU with the current threads.
+
+    The names of PyTorch's own begin with "Slow"; the others are oneDNN's.
 
     Args:
         images, weights: with shape and dtype.
         options: strides, paddings, dilations, whether it is transposed, output paddings, groups.
     """
     x, kernel = (torch.empty((), dtype=one.dtype).expand(one.shape) for one in (images, weights))
-    if x.ndim == 3:  # as PyTorch does, which copies the images here, too
+    if x.ndim == 3:  # as PyTorch does; it copies the images here, too
         x, kernel = x.unsqueeze(2), kernel.unsqueeze(2)
         one = ([1], [0], [1], None, [0], None)
         options = [o if i is None else [*i, *o] for i, o in zip(one, options, strict=True)]
@@ -181,7 +183,7 @@ def python_of(expression: Any) -> str:
     """Returns the text of a number that is read from tensors, to the last bit.
 
     Raises:
-        UnsupportedModelError: it is more than one operation on one number that is read.
+        UnsupportedModelError: it takes more than one operation on one such number.
     """
     if expression.is_Symbol:
         return str(expression)
@@ -219,8 +221,8 @@ def global_seed_state() -> list[Any]:
 class Seeds:
     """Holds the seeds of generators that are made while a step is recorded.
 
-    Keras makes a ``torch.Generator`` of the number in a tensor. Meanwhile it gets a number that
-    stands for the tensor; a call that draws from it is told which tensor that is.
+    Keras seeds a ``torch.Generator`` with the number in a tensor. While recording, the generator
+    gets a number that stands for the tensor, so a call that draws from it can be given that tensor.
     """
 
     def __init__(self) -> None:
@@ -238,8 +240,7 @@ class Seeds:
         return made
 
     def tensor(self, generator: torch.Generator) -> torch.Tensor | None:
-        """Returns the tensor with a generator's seed; ``None`` for a generator of somebody
-        else."""
+        """Returns the tensor with a generator's seed; ``None`` for any other generator."""
         at = generator.initial_seed() - _MAGIC_SEED
         return self._tensors[at] if 0 <= at < len(self._tensors) else None
 
@@ -252,8 +253,7 @@ def seeded(seed: torch.Tensor, device: torch.device) -> torch.Generator:
 
 
 class _Divisor:
-    """Says what Nadam subtracts from one and divides by, as a number that is read when a step
-    runs."""
+    """Stands for the tensor that Nadam subtracts from one: the number is read when a step runs."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor
@@ -270,13 +270,13 @@ class _NadamCore:
 
     @staticmethod
     def convert_to_numpy(tensor: torch.Tensor) -> _Divisor:
-        """Returns what a number of the tensor is read of, later."""
+        """Returns a stand-in from which a number of the tensor is read later."""
         return _Divisor(tensor)
 
 
 @contextmanager
 def _own_tracebacks() -> Iterator[None]:
-    """Keeps Keras from rewriting errors inside, whose lines are told."""
+    """Keeps Keras from rewriting tracebacks inside, because their lines are shown."""
     before = traceback_utils.is_traceback_filtering_enabled()
     global_state.set_global_attribute("traceback_filtering", False)
     try:
@@ -287,8 +287,9 @@ def _own_tracebacks() -> Iterator[None]:
 
 @contextmanager
 def recordable(seeds: Seeds, cond: Callable[..., Any]) -> Iterator[None]:
-    """Makes Keras leave to the recorder what it would decide by a tensor's value, and refuses the
-    weights of a layer that the step would build.
+    """Makes Keras leave decisions that depend on a tensor's value to the recorder.
+
+    It also refuses the weights of a layer that the step would build.
 
     Args:
         seeds: makes generators.
@@ -304,8 +305,8 @@ def recordable(seeds: Seeds, cond: Callable[..., Any]) -> Iterator[None]:
 
 
 def _refuse_weight(layer: Any, *_: Any, **__: Any) -> None:
-    """Raises in the place of ``add_weight``, before anything is kept: a layer cannot be built
-    again once it holds weights without memory."""
+    """Raises in the place of ``add_weight``, before anything is kept. A layer cannot be built again
+    once it holds weights without memory."""
     raise UnsupportedModelError(
         f"The layer {layer.name!r} has no weights yet, and the step would make them when it first "
         "runs. Call it on a batch, or build it, before fit."
@@ -339,8 +340,8 @@ def set_value(variable: Any, tensor: torch.Tensor) -> None:
 
 
 def modules(model: Any) -> list[torch.nn.Module]:
-    """Returns all torch modules of a model: those of its layers, which a functional model does not
-    register, too."""
+    """Returns all torch modules of a model, including those of layers that a functional model does
+    not register."""
     layers = [model, *model._flatten_layers()]
     return list(dict.fromkeys(module for layer in layers for module in layer.modules()))
 
@@ -348,13 +349,13 @@ def modules(model: Any) -> list[torch.nn.Module]:
 # -------------------------------------------------------------------- memory events
 
 
-#: Sessions of ours that are under way, the outermost first: what each has noted. PyTorch has one
-#: profiler for all of a process.
+#: What each of our running sessions has noted, the outermost first. PyTorch has one profiler for a
+#: whole process.
 _sessions: list[list[tuple[int, int]]] = []
 
 
 def profiler_runs() -> bool:
-    """Returns whether a profiler session of somebody else is under way: there is one at a time."""
+    """Returns whether a profiler session of somebody else runs: there is one at a time."""
     return bool(torch.autograd._profiler_enabled()) and not _sessions
 
 
@@ -365,11 +366,11 @@ def notes_memory() -> bool:
 
 @contextmanager
 def memory_events() -> Iterator[list[tuple[int, int]]]:
-    """Notes the CPU's allocations inside, those of kernels for themselves, too.
+    """Notes the CPU's allocations inside, including those of kernels for themselves.
 
-    What it gives is complete afterwards: the time in nanoseconds, and the bytes that were taken, or
-    given back as a negative number, in their order. Nothing is noted of ops, so it costs next to
-    nothing while it runs. One inside another notes for both.
+    The list that it yields is complete afterwards. Each event holds the time in nanoseconds, and
+    the bytes that were taken, or given back as a negative number, in order of time. No ops are
+    noted, so it costs next to nothing while it runs. A session inside another notes for both.
     """
     noted: list[tuple[int, int]] = []
     with _without_profiler_lines():
@@ -390,7 +391,7 @@ def memory_events() -> Iterator[list[tuple[int, int]]]:
 
 
 def _end_session() -> None:
-    """Ends the profiler's session, and gives what it noted to all of ours that are under way."""
+    """Ends the profiler's session, and adds its events to all of our running sessions."""
     events = torch.autograd._disable_profiler().events()
     memory = [event for event in events if event.name() == "[memory]"]
     for noted in _sessions:
@@ -398,7 +399,7 @@ def _end_session() -> None:
 
 
 def _begin_session() -> None:
-    """Begins a session of the profiler that notes memory, and no op."""
+    """Begins a session of the profiler that notes memory, but no ops."""
     profiler = torch._C._profiler
     options = profiler._ExperimentalConfig()
     config = profiler.ProfilerConfig(
@@ -413,7 +414,8 @@ def _begin_session() -> None:
 
 @functools.cache
 def _free_what_was_there() -> None:
-    """Has PyTorch say that it notes nothing of memory which a session finds; it says that once."""
+    """Frees memory that a session finds, so that PyTorch prints its warning about such memory here.
+    It prints it only once."""
     before = torch.empty(1)
     _begin_session()
     del before
@@ -422,8 +424,8 @@ def _free_what_was_there() -> None:
 
 @contextmanager
 def _without_profiler_lines() -> Iterator[None]:
-    """Keeps the lines that a profiler session begins and ends with off the terminal; others that
-    are written meanwhile come afterwards."""
+    """Keeps PyTorch's lines about a profiler session off the terminal. Other lines that are written
+    meanwhile come afterwards."""
     with ExitStack() as files:
         try:
             written = files.enter_context(tempfile.TemporaryFile())
@@ -452,7 +454,7 @@ def cuda_in_use_bytes() -> int:
 
 
 def cuda_peak_bytes() -> int:
-    """Returns the most bytes that it had handed out since the last call."""
+    """Returns the most bytes that the CUDA allocator had handed out since the last call."""
     at = torch.cuda.current_device()
     peak = int(torch._C._cuda_memoryStats(at)["allocated_bytes"]["all"]["peak"])
     torch._C._cuda_resetPeakMemoryStats(at)

@@ -1,9 +1,8 @@
-"""Profiles of a traced step: estimated from shapes before anything has run, measured in real steps
-afterwards.
+"""Estimates the profile of a traced step from shapes, and measures it in real steps.
 
 A measured profile times every op by itself: on a CPU by the clock, on a GPU by CUDA events. On a
-CPU the profiler's memory events tell what a kernel allocates for itself, on a GPU the allocator's
-peak inside every op, in a step of its own.
+CPU the profiler's memory events show what a kernel allocates for itself. On a GPU the allocator's
+peak inside every op shows it, in a step of its own.
 """
 
 from __future__ import annotations
@@ -29,19 +28,21 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.target import CPU_RATES, GPU_RATES
 
 aten = torch.ops.aten
-#: Of an op's time that is Python's, on either device.
+#: Seconds of an op's time that are Python's, on either device.
 _OVERHEAD_S = 3e-6
 _NS = 1e-9
 
 
 def estimated_profile(traced: TorchTracedStep, resident_bytes: int | None = None) -> Profile:
-    """Returns a profile from shapes alone: arithmetic or bytes moved at fixed rates, whichever
-    takes longer. Of what ops take for themselves, a CPU's copies for convolutions are expected.
+    """Returns a profile from shapes alone.
+
+    An op takes the longer of its arithmetic and its bytes moved, at fixed rates. Its workspace is
+    that of a CPU's copies for convolutions; other workspace is not expected.
 
     Args:
         traced: the step.
-        resident_bytes: bytes in use on the device between steps; ``None`` where nobody knows, then
-            it is what the step's inputs need.
+        resident_bytes: bytes in use on the device between steps; ``None`` stands for the bytes of
+            the step's inputs.
     """
     return Profile(
         tuple(_estimated_time_s(traced, op) for op in traced.graph.ops),
@@ -67,7 +68,7 @@ def _scratch_bytes(traced: TorchTracedStep, op: Op) -> int:
 
 
 def _flops(traced: TorchTracedStep, node: Node) -> float:
-    """Returns the operations of a product or convolution; 0 of what else."""
+    """Returns the FLOPs of a product or convolution; 0 for other ops."""
     if node.call is None:
         return 0.0
     count = flop_counter.flop_registry.get(node.call.operator.overloadpacket)
@@ -100,14 +101,14 @@ class Recorder:
     :class:`keras_remat.backends.base.ProfileRecorder`.
 
     Args:
-        device: whose steps are recorded.
+        device: the device whose steps are recorded.
     """
 
     remark = ""
 
     def __init__(self, device: CpuDevice | CudaDevice):
         self._device = device
-        self._steps: list[list[tuple[int, Any]]] = []  # of every step: position, when it began
+        self._steps: list[list[tuple[int, Any]]] = []  # of every step: position, start
         self._peaks: list[int] = []  # of a GPU's first step: the most bytes before every op
 
     def start(self) -> bool:
@@ -123,7 +124,7 @@ class Recorder:
         return True
 
     def stop(self, lowered: Any, resident_bytes: int | None) -> Profile | None:
-        """Stops and returns the profile of ``lowered``'s ops, or ``None`` when no step of it was
+        """Stops and returns the profile of ``lowered``'s ops; ``None`` if no step of it was
         recorded."""
         self._device.probe = None
         if not isinstance(lowered, LoweredStep):
@@ -167,7 +168,7 @@ class Recorder:
         self._steps[-1].append((position, time.time_ns()))
 
     def _cpu_scratch(self, lowered: LoweredStep) -> list[int]:
-        """Returns what every op allocated beyond its outputs, in the step in which it was most."""
+        """Returns the most bytes that every op allocated in one step beyond its outputs."""
         assert isinstance(self._device, CpuDevice)
         scratch = [0] * len(lowered.traced.graph.ops)
         for step, events in zip(self._steps, self._device.recorded, strict=False):
@@ -182,7 +183,7 @@ class Recorder:
     def _event(self, position: int) -> None:
         if position == 0:
             self._steps.append([])
-        if len(self._steps) == 1:  # of memory alone: to ask takes longer than many an op
+        if len(self._steps) == 1:  # memory only: asking for it takes longer than many an op
             self._peaks.append(private.cuda_peak_bytes())
             self._steps[-1].append((position, private.cuda_in_use_bytes()))
             return
@@ -191,7 +192,8 @@ class Recorder:
         self._steps[-1].append((position, event))
 
     def _cuda_scratch(self, lowered: LoweredStep) -> list[int]:
-        """Returns the most that the allocator handed out inside every op, beyond its outputs."""
+        """Returns the most bytes that the allocator handed out inside every op beyond its
+        outputs."""
         scratch, graph = [0] * len(lowered.traced.graph.ops), lowered.traced.graph
         before = [nbytes for _, nbytes in self._steps[0]]
         order = lowered.schedule.order
@@ -204,13 +206,13 @@ class Recorder:
 
 
 def _cpu_spans(step: list[tuple[int, int]]) -> list[float]:
-    """Returns the seconds between the beginnings of ops; of the last one nothing is known."""
+    """Returns the seconds between the beginnings of ops; the last op gets a fixed time."""
     began = [at for _, at in step]
     return [_NS * (b - a) for a, b in pairwise(began)] + [_OVERHEAD_S]
 
 
 def _cuda_spans(step: list[tuple[int, Any]]) -> list[float]:
-    """Returns the seconds between the events before ops; of the last one nothing is known."""
+    """Returns the seconds between the events before ops; the last op gets a fixed time."""
     events = [event for _, event in step]
     if not events or not isinstance(events[0], torch.cuda.Event):
         return [_OVERHEAD_S] * len(step)
@@ -220,7 +222,7 @@ def _cuda_spans(step: list[tuple[int, Any]]) -> list[float]:
 def _scratch(
     lowered: LoweredStep, began_ns: list[int], events: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Returns op ids, and the most bytes above those before that each had beyond its outputs."""
+    """Returns op ids, each with the most bytes that the op took beyond its outputs."""
     graph, order = lowered.traced.graph, lowered.schedule.order
     most: dict[int, tuple[int, int]] = {}  # position → bytes before it, the most in it
     level = 0

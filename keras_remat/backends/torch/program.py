@@ -1,20 +1,20 @@
-"""Recorded calls as the nodes of a graph, in which every value is written once.
+"""Turns recorded calls into the nodes of a graph in which every value is written once.
 
 * A call that returns a view is no node: it is a recipe, which readers follow (G4). A value is a
   whole storage.
-* A write to a temporary makes a new value of the same layout, with ``may_reuse`` of the old one:
-  where the old one dies, the write happens in place, else in a copy.
-* A write to what outlives the step is an effect: it stays in place, runs once, and comes after all
-  readers of what was there before. So optimizer slots are never copied, and what is recomputed
-  precedes the update. A check that returns nothing is an effect, too.
+* A write to a temporary makes a new value of the same layout, with ``may_reuse`` of the old one. If
+  the old one dies, the write happens in place, else in a copy.
+* A write to a tensor that outlives the step is an effect. It stays in place, runs once, and comes
+  after all readers of the old content. So optimizer slots are never copied, and recomputations
+  precede the update. A check that returns nothing is an effect, too.
 * Memory that is made and then filled (``empty``, then ``copy_``) is one node. A copy of a whole
-  dense tensor into such memory is the tensor itself: autograd makes one for every weight under a
-  recorder, and none without. So is a copy of a copy that lies as the tensor does: Keras's
-  convolutions copy every image to channels first, and back.
+  dense tensor into such memory is the tensor itself: autograd makes such a copy for every weight
+  under a recorder, and none without. The same holds for a copy of a copy that lies as the tensor
+  does: Keras's convolutions copy every image to channels first, and back.
 * A call over lists of all weights is several nodes (:mod:`.updates`).
-* The state of PyTorch's own generator is a value that goes from draw to draw: drawing is pure in
-  any order. What it is left in is set once all draws were made. Where a step puts back a state that
-  it took down, draws go on from that value.
+* The state of PyTorch's own generator is a value that goes from draw to draw, so drawing is pure in
+  any order. The last state is set once all draws were made. If a step restores a state that it has
+  saved, draws go on from that value.
 
 One file, though long: every rule reads and writes the same tables of storages and values.
 """
@@ -54,7 +54,7 @@ _UNFILLED = {
 _OF_STATISTICS = names("cudnn_batch_norm miopen_batch_norm")
 #: Bytes of the state of PyTorch's generator.
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
-#: What the CUDA allocator rounds every request up to.
+#: The CUDA allocator rounds every request up to a multiple of so many bytes.
 CUDA_GRANULE = 512
 
 #: Namespaces of the operators whose tags say whether they draw.
@@ -66,21 +66,20 @@ GET_STATE, SET_STATE = "get_rng_state", "set_rng_state"
 
 @dataclass(eq=False, kw_only=True)
 class Node:
-    """Is one op of the graph.
+    """Holds one op of the graph.
 
     Attributes:
         kind: ``PURE``, ``WRITE`` to temporaries, ``EFFECT``, ``GET_STATE`` or ``SET_STATE``.
-        call: that it makes; ``None`` for the last two kinds.
-        reads: number of a tensor → the value that it is (of) at that time.
-        outputs: the number and the value of every tensor that is returned, ``None`` for what is
-            none.
+        call: the call it makes; ``None`` for the last two kinds.
+        reads: number of a tensor → the value it belongs to at that time.
+        outputs: number and value of every returned tensor; ``None`` for a result that is no tensor.
         inputs: values it reads.
-        after: ids of nodes before it.
+        after: ids of nodes that must run before it.
         old: number of a tensor that is written → its value before; ``None`` for memory that was
             just made.
         new: the same number → its value afterwards.
-        state: the values of the generator's state before and after, where the node draws.
-        device: whose state that is.
+        state: values of the generator's state before and after, if the node draws.
+        device: kind of the device of that state.
     """
 
     id: int
@@ -98,7 +97,8 @@ class Node:
 
     @property
     def predicate(self) -> tuple[tuple[int, bool], ...]:
-        """Returns when it runs; see :class:`~keras_remat.backends.torch.recorder.Call`."""
+        """Returns the condition under which it runs; see
+        :class:`~keras_remat.backends.torch.recorder.Call`."""
         return () if self.call is None else self.call.predicate
 
     @property
@@ -115,8 +115,8 @@ class Stored:
 
     Args:
         number: of a tensor whose layout is the whole value's.
-        nbytes: what the allocator gives for it.
-        producer: id of the node that computes it; ``None`` for what is there before.
+        nbytes: bytes that the allocator gives for it.
+        producer: id of the node that computes it; ``None`` for a value that is there before.
     """
 
     number: int
@@ -128,17 +128,17 @@ class Program:
     """Holds the nodes of a recording.
 
     Args:
-        recording: of a step.
+        recording: recording of a step.
         results: numbers of the tensors that the step returns.
-        device: of the step; values elsewhere hold none of its memory.
+        device: the step's device; values elsewhere take 0 bytes of it.
 
     Attributes:
         nodes: in the order in which PyTorch would run them.
         stored: every value.
-        recipes: number of a view → the call that makes it, which of its results it is, and the
-            tensor it looks at.
-        sources: value → the place of the input or constant that it is.
-        results: number → value of what the step returns.
+        recipes: number of a view → the call that makes it, the index of its result, and the tensor
+            it looks at.
+        sources: value → number of the input or constant that it is.
+        results: number of a returned tensor → its value.
     """
 
     def __init__(self, recording: Recording, results: Iterable[int], device: torch.device):
@@ -147,7 +147,7 @@ class Program:
         self.stored: list[Stored] = []
         self.recipes: dict[int, tuple[Call, int, int]] = {}
         self.sources: dict[int, int] = {}
-        self._alias: dict[int, int] = {}  # tensor → one that lies just so
+        self._alias: dict[int, int] = {}  # tensor → one with the same layout in the same value
         self._current: dict[int, int] = {}  # storage → value
         self._unfilled: dict[int, Call] = {}  # storage → the call that made it
         self._copied: dict[int, tuple[int, int]] = {}  # value → tensor it is a copy of, its value
@@ -156,7 +156,7 @@ class Program:
         self._writer: dict[int, int] = {}  # storage outside → node that wrote it last
         self._state: dict[str, int] = {}  # kind of device → value of its generator's state
         self._first_state: dict[str, int] = {}
-        self._taken_down: dict[tuple[str, int], int | None] = {}  # kind, mark → value, if any then
+        self._taken_down: dict[tuple[str, int], int | None] = {}  # kind, mark → value then
         self._moves = list(reversed(recording.moves))
         self._base: dict[int, int] = {}  # value → number of a tensor that is all of it
         written = {self.layouts[n].storage for call in recording.calls for n in call.writes}
@@ -182,17 +182,17 @@ class Program:
     # ---------------------------------------------------------------- what it says
 
     def canonical(self, number: int) -> int:
-        """Returns the first tensor that lies just as this one."""
+        """Returns the first tensor that lies exactly where this one does."""
         while number in self._alias:
             number = self._alias[number]
         return number
 
     def base(self, value: int) -> int:
-        """Returns the number of a tensor that is all of a value."""
+        """Returns the number of a tensor that spans a whole value."""
         return self._base[value]
 
     def is_whole(self, number: int, value: int) -> bool:
-        """Returns whether a tensor is all of a value."""
+        """Returns whether a tensor spans a whole value."""
         return self.layouts[number].is_same(self.layouts[self._base[value]])
 
     def rewritten(
@@ -205,8 +205,8 @@ class Program:
         sources: dict[int, int],
         results: dict[int, int],
     ) -> Program:
-        """Returns another program of the same recording, whose arguments are the attributes of
-        those names."""
+        """Returns another program of the same recording; the arguments replace the attributes of
+        the same names."""
         other = copy(self)
         other.nodes, other.stored, other.layouts = nodes, stored, layouts
         other.recipes, other.sources, other.results = recipes, sources, results
@@ -215,7 +215,7 @@ class Program:
 
     @property
     def written_constants(self) -> list[torch.Tensor]:
-        """Returns what the step closes over and writes: tensors that the model does not know of."""
+        """Returns the tensors outside of the model that the step closes over and writes."""
         constants = self.recording.constants.items()
         return [tensor for n, tensor in constants if self.is_overwritten(n)]
 
@@ -227,7 +227,7 @@ class Program:
         """Returns the graph of the nodes.
 
         Args:
-            reusable: of a node, the values that it may take the memory of.
+            reusable: returns the values whose memory a node may take over.
         """
         values = tuple(
             Value(
@@ -272,7 +272,7 @@ class Program:
         return len(self.stored) - 1
 
     def _make_anew(self, number: int) -> None:
-        """Adds a node that copies a constant, because the step writes it."""
+        """Adds a node that copies a constant, because the step writes to it."""
         layout, recording = self.layouts[number], self.recording
         recording.storage_bytes.append(recording.storage_bytes[layout.storage])
         self.layouts.append(replace(layout, storage=len(recording.storage_bytes) - 1))
@@ -338,7 +338,8 @@ class Program:
                 self.recipes[number] = call, at, parent
 
     def _is_the_tensor_itself(self, call: Call) -> bool:
-        """Takes a copy of a whole tensor into memory that was made for it, which is no node."""
+        """Returns whether a call copies a whole tensor into memory made for the copy. Such a call
+        is no node: the copy is the tensor."""
         if call.operator is not aten.copy_.default or not call.args[1:]:
             return False
         (target,), source = call.writes, call.args[1]
@@ -351,8 +352,8 @@ class Program:
         return itself
 
     def _is_copied_back(self, call: Call) -> bool:
-        """Takes a copy of a copy of a whole tensor that lies as the tensor does, which is no node,
-        where neither was written meanwhile."""
+        """Returns whether a call copies a copy of a whole tensor back into the tensor's layout, and
+        neither was written meanwhile. Such a call is no node."""
         if call.operator is not aten.clone.default or call.predicate:
             return False
         source, (made,) = call.args[0].number, call.outputs
@@ -365,8 +366,8 @@ class Program:
         return is_current and self._lies_as(number, made)
 
     def _lies_as(self, number: int, copy: int) -> bool:
-        """Returns whether a tensor is all of its storage, and lies there as its copy would; then
-        the copy is that tensor from now on."""
+        """Returns whether a tensor spans its storage, and lies as its copy would. If so, the copy
+        stands for the tensor from now on."""
         copied, made = self.layouts[number], self.layouts[copy]
         itself = (
             copied.is_same(made)
@@ -411,7 +412,7 @@ class Program:
         node.inputs = tuple(inputs)
 
     def _fill_what_is_read(self, call: Call) -> None:
-        """Makes a node of memory that is read before anything was put into it."""
+        """Adds a node for memory that is read before anything was written to it."""
         for number in call.reads:
             storage = self._storage(number)
             if storage in self._unfilled and number not in call.writes:
@@ -481,7 +482,7 @@ class Program:
             self._copied[self._current[storage]] = copied, node.reads[copied]
 
     def _move_states(self, at: int) -> None:
-        """Takes states of generators down, and puts them back, as was done before a call."""
+        """Saves and restores states of generators as the step did before a call."""
         while self._moves and self._moves[-1].at <= at:
             move = self._moves.pop()
             kind, key = move.device, (move.device, move.mark)
@@ -492,8 +493,8 @@ class Program:
                 self._state[kind] = self._first_state[kind] if before is None else before
 
     def _state_for(self, call: Call) -> tuple[str, int] | None:
-        """Returns the kind of device whose hidden generator a call draws from, and the value of
-        its state before; ``None`` where it draws from none."""
+        """Returns the kind of device whose hidden generator a call draws from, and the value of its
+        state before; ``None`` if it draws from none."""
         if not _draws(call):
             return None
         numbers = [*(n for n in call.outputs if n is not None), *call.writes]
@@ -507,8 +508,8 @@ class Program:
 
 
 def _draws(call: Call) -> bool:
-    """Returns whether a call draws from a hidden generator; attention without dropout does not, and
-    of an operator of a user's own nobody knows."""
+    """Returns whether a call draws from a hidden generator. Attention without dropout does not. An
+    operator of a user's own may, so it counts as drawing."""
     if call.operator.namespace not in _OF_PYTORCH:
         return any(number is not None for number in (*call.outputs, *call.writes))
     if torch.Tag.nondeterministic_seeded not in call.operator.tags:
@@ -520,8 +521,8 @@ def _draws(call: Call) -> bool:
 
 
 def writes_unsaid(call: Call) -> bool:
-    """Returns whether a call writes moving statistics, which its schema does not say: it must not
-    run twice."""
+    """Returns whether a call writes moving statistics without its schema saying so. Such a call
+    must not run twice."""
     given = private.arguments_of(call.operator, call.args, call.kwargs)
     is_one = private.schema_name(call.operator) in _OF_STATISTICS
     return is_one and bool(given["training"]) and given["running_mean"] is not None

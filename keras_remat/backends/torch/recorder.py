@@ -4,12 +4,12 @@ A dispatch mode above fake tensors sees every operator of forward, backward, opt
 in the order in which PyTorch would run it. Neither ``torch.compile`` nor ``make_fx`` sees a whole
 Keras step: both end at ``backward()``, at numbers that are read, and at seeds.
 
-Tensors are numbered in the order in which they appear, and so are their storages, of which the call
-is noted at which each was freed: Python and autograd hold the stand-ins as they would hold tensors
-with memory, so the bytes that Keras's own step needs are those alive here
+Tensors are numbered in the order in which they appear, and so are their storages. The recording
+notes the call at which each storage was freed. Python and autograd hold the stand-ins as they would
+hold tensors with memory, so the bytes that Keras's own step needs are those alive here
 (:attr:`Recording.plain_bytes`).
 
-One file, though a little long: what is noted of a call, and the mode that notes it.
+One file, though a little long: the records of a call, and the mode that makes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.errors import UnsupportedModelError
 
 aten = torch.ops.aten
-#: The name that a stand-in has its number under.
+#: Attribute of a stand-in that holds its number.
 _NUMBER = "_keras_remat_number"
 
 
@@ -45,18 +45,18 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """Stands for a generator of random numbers among the arguments, made of the number in a
-    tensor."""
+    """Stands for a generator of random numbers among the arguments of a call, by the number of the
+    tensor that holds its seed."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """Stands for a number among the arguments that is read when the step runs.
+    """Stands for a number among the arguments of a call that is read when the step runs.
 
     Args:
-        text: how it follows from what is read, as Python.
+        text: Python that computes it from the numbers that are read.
         symbols: name in the text → number of the tensor that is read.
     """
 
@@ -80,7 +80,7 @@ class Layout:
     storage: int
 
     def is_same(self, other: Layout) -> bool:
-        """Returns whether two tensors of one storage, or of two, lie in the same way."""
+        """Returns whether two tensors lie in the same way, each in its own storage or in one."""
         mine = (self.shape, self.stride, self.offset, self.dtype)
         return mine == (other.shape, other.stride, other.offset, other.dtype)
 
@@ -91,13 +91,14 @@ class Call:
 
     Args:
         operator: an ``OpOverload``.
-        args, kwargs: with :class:`Ref`, :class:`Generator` and :class:`Scalar` in the place of
-            what they stand for.
-        outputs: numbers of the tensors it returned, ``None`` for what is no tensor.
+        args, kwargs: the arguments, with :class:`Ref`, :class:`Generator` and :class:`Scalar` for
+            tensors, generators and numbers that are read.
+        outputs: numbers of the tensors it returned; ``None`` for a result that is no tensor.
         writes: numbers of the arguments it writes.
-        phase: of the graph.
-        predicate: numbers of tensors, and whether each must be true for the call to be made.
-        at: how many calls were recorded before.
+        phase: the op's phase in the graph.
+        predicate: pairs of the number of a boolean tensor, and the value it must have for the call
+            to be made.
+        at: how many calls were recorded before it.
         scope: the layers that made it, as a path; empty in the backward phase.
     """
 
@@ -122,7 +123,7 @@ class Call:
 
 
 def is_leaf(thing: Any) -> bool:
-    """Returns whether something stands for an argument."""
+    """Returns whether an object stands for an argument."""
     return isinstance(thing, (Ref, Generator, Scalar))
 
 
@@ -137,15 +138,15 @@ def numbers_in(structure: Any) -> Iterator[int]:
 
 @dataclass(eq=False)
 class Recording:
-    """Says what a recorder saw.
+    """Holds what a recorder saw.
 
     Attributes:
         calls: in the order in which PyTorch would make them.
-        layouts: of every tensor, by its number.
-        storage_bytes: of every storage.
-        inputs: numbers of the tensors that were there before: variables, then the batch.
-        constants: number → a tensor that the step closes over, or that follows from none.
-        made: numbers of those constants that the step would make anew every time.
+        layouts: layout of every tensor, by its number.
+        storage_bytes: bytes of every storage.
+        inputs: numbers of the tensors that exist before the step: variables, then the batch.
+        constants: number → a tensor that the step closes over, or that depends on no tensor.
+        made: numbers of the constants that the step would make anew every time.
         freed: storage → how many calls were made before it was freed.
         born: storage → the call that made it; those of inputs and constants are not in it.
         moves: where states of PyTorch's generator are taken down and put back.
@@ -162,8 +163,8 @@ class Recording:
     moves: list[Move] = field(default_factory=list)
 
     def plain_bytes(self, device: torch.device) -> list[int]:
-        """Returns the bytes that Keras's own step has alive on a device at every call, beside what
-        was there before."""
+        """Returns the bytes that Keras's own step has alive on a device at every call, beside those
+        that were there before."""
         change = [0] * (len(self.calls) + 2)
         devices = {layout.storage: layout.device for layout in self.layouts}
         for storage, at in self.born.items():
@@ -174,8 +175,8 @@ class Recording:
 
 
 def storages_that_vary(recording: Recording) -> set[int]:
-    """Returns the storages of what is another one in every step: inputs, what is drawn, and what
-    follows from them."""
+    """Returns the storages whose content differs from step to step: those of inputs, of random
+    draws, and of all that follows from them."""
     layouts = recording.layouts
     vary = {layouts[number].storage for number in recording.inputs}
     for call in recording.calls:
@@ -190,10 +191,10 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
     """Records the calls made inside its context; see :class:`Recording`.
 
     Args:
-        seeds: knows the generators that are made meanwhile.
+        seeds: knows the generators that are made while it records.
 
     Attributes:
-        predicate: of the calls that follow, see :class:`Call`.
+        predicate: predicate of the calls that follow, see :class:`Call`.
     """
 
     def __init__(self, seeds: private.Seeds):
@@ -204,21 +205,21 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         self.constants = Constants()
         self._refused: dict[int, str] = {}  # number → why no step may use the tensor
         self._seeds = seeds
-        self._numbers: dict[int, int] = {}  # by the id of a tensor with memory, which is kept
-        self._storages: dict[int, int] = {}  # by key, of those that are not freed
+        self._numbers: dict[int, int] = {}  # id of a tensor with memory (kept alive) → number
+        self._storages: dict[int, int] = {}  # key → index, of storages that are not freed
         self._watches: list[Any] = []
         self._symbols: dict[str, int] = {}  # name → number of the tensor it is read from
-        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # where to, what: of copies
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # late copies: target, source
         self._has_gone_back = False
 
     # ---------------------------------------------------------------- numbers
 
     def add_input(self, tensor: torch.Tensor) -> None:
-        """Takes a stand-in for a tensor that is there before the step."""
+        """Numbers a stand-in for a tensor that exists before the step."""
         self.recording.inputs.append(self._new(tensor, born=False))
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Returns a tensor's number; one with memory that was not seen before is a constant."""
+        """Returns a tensor's number. A new tensor with memory becomes a constant."""
         known = getattr(tensor, _NUMBER, None) if private.is_fake(tensor) else None
         known = self._numbers.get(id(tensor)) if known is None else known
         if known is not None:
@@ -238,13 +239,13 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         return self.add_constant(tensor, tensor)
 
     def refuse(self, tensor: torch.Tensor, reason: str) -> None:
-        """Takes a stand-in for a tensor that no step may use, and that the step before has made;
-        ``reason`` is what it is told."""
+        """Numbers a stand-in for a tensor that the step before has made, and that no step may use.
+        The error then gives the ``reason``."""
         self._refused[self._new(tensor, born=True)] = reason
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Looks at calls whether they may be made, and forgets them."""
+        """Checks whether calls may be made, and forgets them afterwards."""
         kept = self.recording
         self.recording = Recording(**{name: copy(held) for name, held in vars(kept).items()})
         try:
@@ -253,7 +254,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             self.recording = kept
 
     def add_constant(self, stand_in: torch.Tensor, value: torch.Tensor) -> int:
-        """Takes a tensor whose value is known when the step is recorded."""
+        """Numbers a tensor whose value is known when the step is recorded."""
         number = self._new(stand_in, born=False)
         self.recording.constants[number] = value
         return number
@@ -312,7 +313,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             self.write_late([t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
         if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
             return self._normalized(types, args)
-        if func is aten.rrelu_with_noise.default:  # writes what it drew, and returns another tensor
+        if func is aten.rrelu_with_noise.default:  # writes its draws, and returns another tensor
             functional = aten.rrelu_with_noise_functional.default
             result, noise = self.__torch_dispatch__(functional, types, args, kwargs)
             self.__torch_dispatch__(aten.copy_.default, (), (args[1], noise))
@@ -341,7 +342,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         return result
 
     def _with_output_size(self, repeats: torch.Tensor, options: Any) -> Any:
-        """Returns a repetition's options with the size of its result, where that follows from
+        """Returns a repetition's options with the size of its result, if that follows from
         constants: Keras's segment sums repeat each number as often as a shape says."""
         known = self.constants.value(repeats)
         if known is None or options.get("output_size") is not None:
@@ -350,19 +351,19 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             return {**options, "output_size": int(known.sum())}
 
     def _normalized(self, types: Any, args: Any) -> Any:
-        """Returns what normalization in training does. It writes the moving statistics, and its
-        schema does not say so: one that returns them is recorded, and copies of them as late as may
-        be, so that it may run again."""
+        """Returns the results of normalization in training. Its operator writes the moving
+        statistics, and its schema does not say so. So an operator that returns them is recorded,
+        which may run again, and copies of them as late as possible."""
         functional = aten._native_batch_norm_legit_functional.default
         *results, mean, variance = self.__torch_dispatch__(functional, types, args)
         self._late += [(args[3], mean), (args[4], variance)]
-        if self.predicate:  # what a branch makes is not known outside of it
+        if self.predicate:  # a branch's tensors are not known outside of it
             self.write_late()
         return tuple(results)
 
     def write_late(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Records the copies that were put off; those into tensors that a call uses, where these
-        are given."""
+        """Records the copies that were put off. If ``tensors`` are given, only copies into the
+        memory of these are recorded."""
         used = None if tensors is None else set(map(private.storage_key, tensors))
         due = [pair for pair in self._late if used is None or private.storage_key(pair[0]) in used]
         self._late = [pair for pair in self._late if not any(pair is one for one in due)]
@@ -370,8 +371,8 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             self.__torch_dispatch__(aten.copy_.default, (), (tensor, new))
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns what a call returns, on tensors without memory. Where all tensors of a call have
-        memory, PyTorch's mode would write them."""
+        """Runs a call on tensors without memory and returns its result. If all tensors of a call
+        had memory, PyTorch's mode would write them."""
         with_memory = [t for t in tensors if not private.is_fake(t)]
         if not (with_memory and func._schema.is_mutable):
             return func(*args, **kwargs)
@@ -430,7 +431,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         return Generator(self.number(seed))
 
     def scalar(self, number: Any) -> Any:
-        """Returns what stands for a number that is read from tensors."""
+        """Returns the stand-in for a number that is read from tensors."""
         expression = number.node.expr
         if not expression.free_symbols:
             return (int if isinstance(number, torch.SymInt) else float)(expression)

@@ -1,8 +1,9 @@
-"""The step after a recorded one, which is gone through where the recorded one has left something in
-Python that it may read: a tensor in an attribute, or a number that it changed.
+"""Checks that the step after a recorded one would be the same.
 
-A plan does what was recorded, in every step. So a step must not use what the one before has left,
-and what it computes must not follow from a counter, or from whether it is the first one.
+A recorded step may leave something in Python that the next one reads: a tensor in an attribute, or
+a number that it changed. Then the next step is gone through, too. A plan does in every step what
+was recorded. So a step must not use what the one before has left, and its result must not follow
+from a counter, or from whether it is the first step.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ def check_next_step(
     settings: Mapping[Key, Any],
     step: Callable[[], Any],
 ) -> None:
-    """Goes through a step once more where that may be another one.
+    """Goes through a step once more if that may be another one.
 
     Args:
-        recorder: is active, and has recorded the step.
-        stand_ins: those of what the model holds.
-        settings: what :func:`~.held.settings_held` returned before the step.
+        recorder: the active recorder, which has recorded the step.
+        stand_ins: stand-ins of the tensors that the model holds.
+        settings: result of :func:`~.held.settings_held` before the step.
         step: the step.
 
     Raises:
-        UnsupportedModelError: it is another one.
+        UnsupportedModelError: the next step is another one.
     """
     recording = recorder.recording
     vary = storages_that_vary(recording)
@@ -79,8 +80,8 @@ def check_next_step(
 
 
 def compute_the_same(one: Recording, other: Recording) -> bool:
-    """Returns whether two recordings of a step make the same calls, as far as constants of few
-    elements tell."""
+    """Returns whether two recordings of a step make the same calls. Of constants, only those with
+    few elements are compared."""
     is_as_long = len(one.calls) == len(other.calls)
     return is_as_long and _are_alike(one.calls, one, other.calls, other)
 
@@ -88,11 +89,13 @@ def compute_the_same(one: Recording, other: Recording) -> bool:
 def _are_alike(
     calls: Sequence[Call], recording: Recording, others: Sequence[Call], its: Recording
 ) -> bool:
-    """Returns whether calls are those of another step; the first ones may be followed by what was
-    put off until their step's end.
+    """Returns whether calls are those of another step.
+
+    The calls may go on after the others end, with copies that were put off until the end of their
+    step.
 
     Args:
-        recording, its: of which the calls are, and the other ones.
+        recording, its: recordings of the calls and of the others.
     """
     return len(others) <= len(calls) and all(
         _described(recording, one) == _described(its, two)
@@ -101,7 +104,7 @@ def _are_alike(
 
 
 def _described(recording: Recording, call: Call) -> tuple[Any, ...]:
-    """Returns what a call does, but for which tensors it is given."""
+    """Returns what a call does, whichever tensors it is given."""
 
     def described(leaf: Any) -> str:
         if isinstance(leaf, Ref):

@@ -1,10 +1,10 @@
-"""Along which axes the values of a recorded PyTorch step are sliced, and how its ops are.
+"""Finds how the ops of a recorded PyTorch step run on a slice of the batch.
 
-Each call hands the axis of what it reads to what it makes, from the batch's first axis on, by the
-table of operators (:mod:`~keras_remat.backends.torch.slice_rules`). A reader often looks at a value
-through views, and the axis goes through them: a part of what a view shows is a view of a part. A
-value that nothing of the batch leads to (zeros, random numbers) takes the axis of its reader, or
-its first.
+It finds the axes along which values are sliced. Each call hands the axis of its inputs to its
+results, from the batch's first axis on, by the table of operators
+(:mod:`~keras_remat.backends.torch.slice_rules`). A reader often looks at a value through views, and
+the axis goes through them: a part of a view is a view of a part. A value that nothing of the batch
+leads to (zeros, random numbers) takes the axis of its reader, or its first.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class View:
     """Describes a view of a part, like one of the whole.
 
     Args:
-        number: of the whole's.
-        call: that makes it.
-        at: which of its results it is.
+        number: number of the whole view.
+        call: the call that makes it.
+        at: index of the view among the call's results.
         way: how the call runs on a part.
     """
 
@@ -43,12 +43,12 @@ class View:
 
 @dataclass(frozen=True)
 class Seen:
-    """Says how a tensor shows a part of a value.
+    """Holds how a tensor shows a part of a value.
 
     Args:
-        views: from the value on.
-        axis: of the value, of whose part it is a view; ``None``: all of it is looked at.
-        sizes: of all axes that have parts.
+        views: the views between the value and the tensor, from the value on.
+        axis: axis of the value along which the tensor shows a part; ``None`` if it shows all of it.
+        sizes: sizes of all axes that are divided into parts.
     """
 
     views: tuple[View, ...]
@@ -57,21 +57,21 @@ class Seen:
 
 
 class Analysis:
-    """Knows the axes of a program's values, and what its ops do to them.
+    """Finds the axes of a program's values, and how its ops run on a part.
 
     Args:
         program: the calls.
-        graph: of them.
+        graph: the graph of the calls.
         batch: numbers of the inputs that have the batch's samples along their first axis.
-        state: numbers of the inputs that are the model's: no part of them is read, nor of others
-            that the step overwrites.
+        state: numbers of the inputs that are the model's. They are read whole, and so are other
+            inputs that the step overwrites.
     """
 
     def __init__(self, program: Program, graph: Graph, batch: set[int], state: set[int]):
         self._program, self._graph, self._state = program, graph, state
         self._ways: dict[int, tuple[Way, ...]] = {}
         self._operands: dict[int, Operands] = {}
-        self._axes: dict[int, int] = {}  # number that is all of a value → axis
+        self._axes: dict[int, int] = {}  # number that spans a value → axis
         for value, source in program.sources.items():
             if source in batch and program.layouts[source].shape:
                 self._axes[program.base(value)] = 0
@@ -81,13 +81,14 @@ class Analysis:
     # ---------------------------------------------------------------- values and views
 
     def axis(self, value: int) -> int | None:
-        """Returns along which axis a value is sliced; ``None``: it is one number at most."""
+        """Returns the axis along which a value is sliced; ``None`` if it has one element at
+        most."""
         number = self._program.base(value)
         is_one = prod(self._program.layouts[number].shape) <= 1
         return None if is_one else self._axes.get(number, 0)
 
     def operands(self, call: Call) -> Operands:
-        """Returns what rules look at."""
+        """Returns the facts that rules look at."""
         if id(call) not in self._operands:
             self._operands[id(call)] = Operands(call, self._program.layouts)
         return self._operands[id(call)]
@@ -108,12 +109,12 @@ class Analysis:
         return views
 
     def seen(self, number: int, value: int, mode: Mode) -> Seen | None:
-        """Returns how a tensor shows a part of a value, or all of it; ``None``: it cannot.
+        """Returns how a tensor shows a part of a value, or all of it; ``None`` if it cannot.
 
         Args:
-            number: of the tensor.
-            value: that it looks at.
-            mode: what a part of an op reads of it.
+            number: the tensor's number.
+            value: the value it looks at.
+            mode: how a part of an op reads the tensor.
         """
         between, layouts = self._views(number, value), self._program.layouts
         if not isinstance(mode, int):
@@ -136,7 +137,7 @@ class Analysis:
         return Seen(tuple(views), axis, tuple(sizes))
 
     def _axis_seen(self, number: int, value: int) -> int | None:
-        """Returns along which axis a tensor shows parts of a value whose axis is known."""
+        """Returns the axis along which a tensor shows parts of a value whose axis is known."""
         known = self._axes.get(self._program.base(value))
         if known is None:
             return None
@@ -149,7 +150,8 @@ class Analysis:
     # ---------------------------------------------------------------- axes
 
     def _hand_on(self, node: Node) -> None:
-        """Gives what an op makes the axes of what it reads, and what is free its result's."""
+        """Gives an op's results the axis of its inputs, and its inputs without an axis that of its
+        results."""
         if node.call is None or node.kind not in (PURE, WRITE) or len(node.new) > 1:
             return
         read = {n: self._axis_seen(n, v) for n, v in node.reads.items()}
@@ -181,14 +183,14 @@ class Analysis:
                     self._axes.setdefault(self._program.base(value), found.axis)
 
     def read_modes(self, call: Call, way: Way) -> Iterator[tuple[int, Mode]]:
-        """Yields the number of each tensor that a call is given, and what a part reads of it."""
+        """Yields the number of each tensor that a call is given, and how a part reads it."""
         for name, given in self.operands(call).arguments.items():
             for one in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(one, Ref):
                     yield one.number, way.inputs.get(name)
 
     def made_modes(self, node: Node, way: Way) -> Iterator[tuple[int, int, Mode]]:
-        """Yields the number and the value of each result, and what it is to the whole's."""
+        """Yields number, value and mode of each result."""
         if node.kind == WRITE:
             ((number, value),) = node.new.items()
             yield number, value, way.outputs[0]
@@ -269,6 +271,6 @@ class Analysis:
 
 
 def _asks_when_it_runs(call: Call) -> bool:
-    """Returns whether a call is given a number that is read of a tensor, or a generator."""
+    """Returns whether a call is given a generator, or a number that is read from a tensor."""
     leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)
     return any(isinstance(leaf, (Generator, Scalar)) for leaf in leaves)

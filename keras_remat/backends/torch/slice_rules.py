@@ -1,14 +1,14 @@
-"""How PyTorch's operators run on a slice of the batch: a table, read off their definitions.
+"""Lists how PyTorch's operators run on a slice of the batch, read off their definitions.
 
-An operator may run in slices along an axis of what it makes, or of what it sums up. The table says
-every way in which it may: what each tensor that it reads, and each that it returns, is to a part.
-Views are in it, too: they carry an axis from a value to its reader. An operator missing here stays
-whole, and so does one whose shapes do not allow it: both are always right. Nothing depends on which
-axis is the batch's; that only says where to begin
+An operator may run in slices along an axis of its result, or along an axis that it sums over. The
+table gives every such way: how a part reads each tensor, and how each result of a part relates to
+the whole result. Views are in it, too: they carry an axis from a value to its reader. An operator
+missing here stays whole, and so does one whose shapes do not allow slices; both are always right.
+The rules do not depend on which axis is the batch's; that only says where to begin
 (:mod:`~keras_remat.backends.torch.slice_analysis`).
 
-Random numbers are drawn whole, and a part reads a slice of them: how a generator counts on is
-another thing on every device. One file, though long: one table, and its rules.
+Random numbers are drawn whole, and a part reads a slice of them, because every device counts a
+generator on in its own way. One file, though long: one table, and its rules.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from keras_remat.backends.torch.recorder import Call, Layout, Ref
 
 @dataclass(frozen=True)
 class Way:
-    """Says one way in which an operator runs on a part.
+    """Holds one way in which an operator runs on a part.
 
     Args:
-        outputs: what each result is to the whole's.
-        inputs: name of an argument → what a part reads of its tensors; all of them, if not named.
+        outputs: mode of each result.
+        inputs: name of an argument → mode in which a part reads its tensors; an argument that is
+            not named is read whole.
     """
 
     outputs: tuple[Mode, ...]
@@ -44,18 +45,19 @@ class Way:
 
 
 class Operands:
-    """Says what a rule looks at.
+    """Holds the facts a rule looks at.
 
     Args:
-        call: of the operator.
-        layouts: of all tensors.
+        call: the operator's call.
+        layouts: layouts of all tensors.
 
     Attributes:
-        name: the operator's, without the sign that it writes.
-        arguments: by name, with what is not given.
-        shapes: name → of the tensor; of lists, of their first.
+        name: the operator's name, without the underscore of one that writes.
+        arguments: arguments by name, with defaults for those not given.
+        shapes: name of an argument → shape of its tensor, or of the first one in a list.
         has_lists: whether there are lists of tensors.
-        results: shapes of the results, or of what is written; ``None`` for what is no tensor.
+        results: shapes of the results, or of the tensors written; ``None`` for a result that is no
+            tensor.
     """
 
     def __init__(self, call: Call, layouts: Sequence[Layout]):
@@ -80,7 +82,7 @@ class Operands:
 
     @property
     def axes(self) -> Iterator[int]:
-        """Yields the axes of the result that have parts."""
+        """Yields the axes of the result that can be divided into parts."""
         return (axis for axis, size in enumerate(self.result) if size > 1)
 
     def every(self, mode: Mode) -> tuple[Mode, ...]:
@@ -88,7 +90,7 @@ class Operands:
         return (mode,) * len(self.results)
 
     def dims(self, name: str, rank: int) -> set[int]:
-        """Returns the axes that an argument names; all, where it names none."""
+        """Returns the axes that an argument names; all axes if it names none."""
         given = self.arguments.get(name)
         given = (given,) if isinstance(given, int) else given
         return {at % rank for at in given} if given else set(range(rank))
@@ -98,7 +100,8 @@ Ways = Iterator[Way]
 
 
 def _aligned(op: Operands, axis: int) -> dict[str, Mode] | None:
-    """Returns what tensors that are broadcast to a result are to its part; ``None`` for others."""
+    """Returns the modes of tensors that are broadcast to a result, for a part of that result;
+    ``None`` if they are not broadcast."""
     modes: dict[str, Mode] = {}
     for name, shape in op.shapes.items():
         at = axis - len(op.result) + len(shape)
@@ -118,19 +121,19 @@ def _pointwise(op: Operands) -> Ways:
 
 
 def _made(op: Operands) -> Ways:
-    """Fills a shape with one number, whatever it reads."""
+    """Yields ways for operators that fill a shape with one number, whatever they read."""
     for axis in op.axes:
         yield Way(op.every(axis))
 
 
 def _like(op: Operands) -> Ways:
-    """Reads the shape of a tensor alone."""
+    """Yields ways for operators that read only the shape of a tensor."""
     for axis in op.axes:
         yield Way(op.every(axis), {"self": axis})
 
 
 def _kept_alike(op: Operands, worked: set[int]) -> Ways:
-    """Works along some axes, and treats all others alike."""
+    """Yields ways for operators that work along some axes, and treat all others alike."""
     for axis in op.axes:
         alike = all(
             len(shape) > axis and shape[axis] == op.result[axis] for shape in op.shapes.values()
@@ -140,7 +143,7 @@ def _kept_alike(op: Operands, worked: set[int]) -> Ways:
 
 
 def _all_but(parameter: str) -> Callable[[Operands], Ways]:
-    """Returns the rule of what works along the axes in an argument."""
+    """Returns the rule of operators that work along the axes in an argument."""
 
     def rule(op: Operands) -> Ways:
         return _kept_alike(op, op.dims(parameter, len(op.result)))
@@ -149,7 +152,7 @@ def _all_but(parameter: str) -> Callable[[Operands], Ways]:
 
 
 def _all_but_last(count: int) -> Callable[[Operands], Ways]:
-    """Returns the rule of what works along the last axes."""
+    """Returns the rule of operators that work along the last ``count`` axes."""
 
     def rule(op: Operands) -> Ways:
         return _kept_alike(op, set(range(len(op.result) - count, len(op.result))))
@@ -182,7 +185,7 @@ def _reduction(op: Operands) -> Ways:
 
 
 def _product(op: Operands) -> Ways:
-    """Returns a matrix product, of one or many, with something that it is added to, or without."""
+    """Yields ways for matrix products, single or batched, with or without an added tensor."""
     left, right = ("self", "mat2") if "mat2" in op.shapes else ("mat1", "mat2")
     if op.name in ("addmm", "baddbmm"):
         left, right = ("mat1", "mat2") if op.name == "addmm" else ("batch1", "batch2")
@@ -198,7 +201,7 @@ def _product(op: Operands) -> Ways:
 
 
 def _added(op: Operands, axis: int) -> dict[str, Mode]:
-    """Returns what is added to a part of a product, which is broadcast to it."""
+    """Returns the mode of the tensor that is added to a product, and broadcast to it."""
     shape = op.shapes["self"]
     at = axis - len(op.result) + len(shape)
     return {"self": at} if at >= 0 and shape[at] > 1 else {}
@@ -213,11 +216,11 @@ def _vector_product(op: Operands) -> Ways:
 
 
 def _by_sample(*read: str, rank: int) -> Callable[[Operands], Ways]:
-    """Returns the rule of what treats samples alike, along the first axis.
+    """Returns the rule of operators that treat samples alike, along the first axis.
 
     Args:
-        read: arguments of which a part reads its part.
-        rank: of what is made, where it has samples.
+        read: names of the arguments that are read by part.
+        rank: least rank of the result; with fewer axes it has no samples.
     """
 
     def rule(op: Operands) -> Ways:
@@ -228,7 +231,7 @@ def _by_sample(*read: str, rank: int) -> Callable[[Operands], Ways]:
 
 
 def _normalization(op: Operands) -> Ways:
-    """Normalizes the last axes, or the gradient of that."""
+    """Yields ways for normalization of the last axes, and for its gradient."""
     normalized = len(op.arguments["normalized_shape"])
     read = ("grad_out", "input", "mean", "rstd")
     is_gradient = "grad_out" in op.shapes
@@ -239,7 +242,7 @@ def _normalization(op: Operands) -> Ways:
 
 
 def _batch_normalization(op: Operands) -> Ways:
-    """Yields a way with statistics that are given; others look at the whole batch."""
+    """Yields ways if the statistics are given; otherwise the whole batch is needed."""
     if op.arguments.get("training") or op.arguments.get("train"):
         return
     if "grad_out" in op.shapes:
@@ -266,8 +269,8 @@ def _index_selection(op: Operands) -> Ways:
 
 
 def _negative_log_likelihood(op: Operands) -> Ways:
-    """Yields a way for the loss of every sample by itself; the weight of all is 0 then, and read by
-    nobody."""
+    """Yields a way for the losses of single samples. Their total weight is then 0, and nobody reads
+    it."""
     if op.arguments["reduction"] or len(op.shapes["self"]) < 2:
         return
     modes: dict[str, Mode] = {"self": 0, "target": 0}
@@ -294,7 +297,7 @@ def _repetition(op: Operands) -> Ways:
 
 
 def _gradient_of_part(op: Operands) -> Ways:
-    """Returns the gradient of a view of one place, or of a range, along an axis."""
+    """Yields ways for the gradient of a view of one place, or of a range, along an axis."""
     dim = op.arguments["dim"] % len(op.result)
     for axis in op.axes:
         if axis != dim:
@@ -303,7 +306,7 @@ def _gradient_of_part(op: Operands) -> Ways:
 
 
 def _attention(op: Operands) -> Ways:
-    """Attends sample by sample."""
+    """Yields a way for attention sample by sample."""
     if op.arguments.get("dropout_p"):
         return
     samples = op.shapes["query"][0]
@@ -361,7 +364,7 @@ def _range(op: Operands) -> Ways:
             yield Way(op.every(axis), {"self": axis})
 
 
-#: Operators that work element by element, and that PyTorch does not mark so.
+#: Operators that work element by element, although PyTorch does not mark them so.
 _POINTWISE = names("""
     _to_copy clone copy fill zero masked_fill where lift_fresh_copy native_dropout_backward
     elu_backward leaky_relu_backward hardtanh_backward softplus_backward hardswish_backward
@@ -477,7 +480,7 @@ _VIEWS: Mapping[str, Callable[[Operands], Ways]] = {
     **dict.fromkeys(names("slice split split_with_sizes"), _range),
 }  # fmt: skip
 
-#: The argument that tells the shape of what an operator makes.
+#: Operator → argument that holds the shape of its result.
 _SHAPE_IN: Mapping[str, str] = {
     **dict.fromkeys(
         names("""
@@ -497,7 +500,7 @@ _SHAPE_IN: Mapping[str, str] = {
 
 
 def ways_of(op: Operands) -> tuple[Way, ...]:
-    """Returns all ways in which an operator may run on a part; none where it stays whole."""
+    """Returns all ways in which an operator may run on a part; empty if it stays whole."""
     rule = _RULES.get(op.name) or (None if op.call.writes else _VIEWS.get(op.name))
     if rule is None and torch.Tag.pointwise in op.call.operator.tags and not op.has_lists:
         rule = _pointwise
@@ -507,7 +510,7 @@ def ways_of(op: Operands) -> tuple[Way, ...]:
 
 
 def _has_parts(op: Operands, way: Way) -> bool:
-    """Returns whether what is told by axis has more than one element there."""
+    """Returns whether all axes that a way divides have more than one element."""
     made = zip(way.outputs, op.results, strict=True)
     read = ((mode, op.shapes[name]) for name, mode in way.inputs.items())
     return all(
@@ -517,7 +520,7 @@ def _has_parts(op: Operands, way: Way) -> bool:
 
 
 def part_arguments(op: Operands, way: Way, parts: int) -> dict[str, Any]:
-    """Returns the arguments of a part, by name, but for its tensors."""
+    """Returns the arguments of a part by name; tensors are still those of the whole."""
     arguments, told, axis = dict(op.arguments), _SHAPE_IN.get(op.name), way.axis
     if told is not None and axis is not None:
         sizes = list(arguments[told])

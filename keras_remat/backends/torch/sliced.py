@@ -1,16 +1,16 @@
-"""Writes a recorded PyTorch step with some of its ops in slices: the program of a
-:class:`~keras_remat.core.slices.SlicedGraph`.
+"""Writes a recorded PyTorch step with some of its ops in slices.
 
-Each op of that graph is a node. A part is its op's call on parts of tensors, with the views between
-a value and its reader made anew; how a part's results lie in memory is asked of the operator, on
-tensors without memory. What is added to a program by slicing:
+The result is the program of a :class:`~keras_remat.core.slices.SlicedGraph`. Each op of that graph
+is a node. A part is its op's call on parts of tensors, with the views between a value and its
+reader made anew. The operator, run on tensors without memory, shows how a part's results lie in
+memory. Slicing adds these calls to a program:
 
 * a cut is ``clone`` of a range of the value: a view would keep all of it alive;
 * a join is ``empty_strided`` and then ``copy_`` into a range of it, in place;
 * a sum is ``add``, in the order of the parts; a mean is divided by their number.
 
-What becomes whole again is a value of the same tensor as before, so that everything else is the
-same call.
+A value that becomes whole again has the same tensor as before, so that all other calls stay the
+same.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class _Writer:
         self._layouts = list(self._old.layouts)
         self._recipes = dict(self._old.recipes)
         self._nodes: list[Node] = []
-        self._bases: dict[int, int] = {}  # value → number of a tensor that is all of it
+        self._bases: dict[int, int] = {}  # value → number of a tensor that spans it
         self._seen: dict[Any, int] = {}  # a view of a part → its number
-        self._made: dict[Any, tuple[Layout | None, ...]] = {}  # a call → what it returns
+        self._made: dict[Any, tuple[Layout | None, ...]] = {}  # a call → layouts of its results
         self._fake_mode = private.fake_mode()
         for before, now in sliced.whole.items():
             self._bases[now] = self._old.base(before)
 
     def step(self) -> TorchTracedStep:
-        """Returns the step."""
+        """Returns the step in slices."""
         graph = self._sliced.graph
         write: Mapping[str, Callable[[Op, int, int], Node]] = {
             "whole": self._whole, "part": self._part, "cut": self._cut, "start": self._start,
@@ -127,8 +127,8 @@ class _Writer:
     # ---------------------------------------------------------------- tensors
 
     def _run(self, operator: Any, args: Any, kwargs: Any) -> tuple[Layout | None, ...]:
-        """Returns how what a call returns lies in memory, asked of the operator itself on tensors
-        without memory; once of all parts alike."""
+        """Returns the layouts of a call's results. The operator itself makes them on tensors
+        without memory, once for all parts that are alike."""
 
         def lies(argument: Any) -> Any:
             if isinstance(argument, Ref):
@@ -149,7 +149,8 @@ class _Writer:
         return self._made[key]
 
     def _tensor(self, like: Layout | None, parent: int | None = None) -> int:
-        """Returns the number of a new tensor: a view of ``parent``, or of a storage of its own."""
+        """Returns the number of a new tensor: a view of ``parent``, or one with a storage of its
+        own."""
         if like is None:
             raise LookupError("a part returns no tensor where the whole does")
         number = len(self._layouts)
@@ -160,7 +161,7 @@ class _Writer:
         return number
 
     def _view(self, view: View, parent: int, key: Any) -> int:
-        """Returns the number of a view of a part that is like one of the whole."""
+        """Returns the number of a part's view that corresponds to a view of the whole."""
         if key not in self._seen:
             call = view.call
             arguments = part_arguments(self._analysis.operands(call), view.way, self._parts)
@@ -190,7 +191,7 @@ class _Writer:
         return self._seen[key]
 
     def _read(self, number: int, value: int, mode: Mode, part: int) -> tuple[int, int]:
-        """Returns the number of the tensor that a part of an op is given, and its value."""
+        """Returns the number of the tensor that a part of an op reads, and its value."""
         seen = self._analysis.seen(number, value, mode)
         if seen is None:
             raise LookupError(f"tensor {number} shows no part of value {value}")
@@ -210,7 +211,7 @@ class _Writer:
     # ---------------------------------------------------------------- ops
 
     def _whole(self, op: Op, source: int, part: int) -> Node:
-        """Returns an op as it was, which reads what is whole."""
+        """Returns an op that stays whole, on the whole values."""
         node, now = self._old.nodes[source], self._sliced.whole
         state = node.state
         return replace(
@@ -256,7 +257,7 @@ class _Writer:
         return made
 
     def _target(self, made: Node, node: Node, way: Way, part: int, ids: Mapping[int, int]) -> int:
-        """Returns the number of the tensor that a part of a write is given, and writes."""
+        """Returns the number of the tensor that a part of a write is given and writes."""
         ((number, value),) = node.new.items()
         before, mode = node.old[number], way.outputs[0]
         if before is not None:
@@ -272,10 +273,10 @@ class _Writer:
         return target
 
     def _return(self, made: Node, node: Node, way: Way, ids: Mapping[int, int]) -> None:
-        """Notes what a part returns.
+        """Notes the results of a part.
 
         Raises:
-            InvalidProblemError: it is no part of what the whole op returns, or no term of it.
+            InvalidProblemError: a result is neither a part nor a term of the whole op's result.
         """
         assert made.call is not None
         results = self._run(made.call.operator, made.call.args, made.call.kwargs)
@@ -303,7 +304,7 @@ class _Writer:
     # ---------------------------------------------------------------- cuts, joins and sums
 
     def _piece(self, value: int, part: int) -> Ref:
-        """Returns one part of a whole value, as a view; all of it, where it is one number."""
+        """Returns one part of a whole value, as a view; the whole value if it is one number."""
         number, axis = self._old.base(value), self._analysis.axis(value)
         return Ref(number if axis is None else self._range(number, axis, part))
 
@@ -311,11 +312,11 @@ class _Writer:
         return Call(operator, args, kwargs, (), (), "", (), 0)
 
     def _pure(self, op: Op, number: int, call: Call, *reads: int) -> Node:
-        """Returns a node that makes a value out of others.
+        """Returns a node that makes a value of others.
 
         Args:
-            number: of the tensor that is all of the value.
-            reads: numbers of the tensors that it is given.
+            number: number of the tensor that spans the value.
+            reads: numbers of the tensors it reads.
         """
         (made,) = op.outputs
         self._bases[made] = number
@@ -367,7 +368,7 @@ class _Writer:
 
 
 def _fake(argument: Any) -> Any:
-    """Returns an argument with tensors without memory in the place of layouts."""
+    """Returns an argument with tensors without memory in the place of its layouts."""
     if isinstance(argument, Layout):
         return torch.empty_strided(
             argument.shape, argument.stride, dtype=argument.dtype, device=argument.device
@@ -381,8 +382,7 @@ def _layout(tensor: torch.Tensor) -> Layout:
 
 
 def _lie_alike(one: Layout, other: Layout) -> bool:
-    """Returns whether two tensors lie in the same way, whatever the strides of axes of one place
-    are."""
+    """Returns whether two tensors lie in the same way; strides of axes of size 1 do not count."""
     strides = zip(one.shape, one.stride, other.stride, strict=True)
     return (one.shape, one.offset, one.dtype) == (other.shape, other.offset, other.dtype) and all(
         size == 1 or mine == others for size, mine, others in strides

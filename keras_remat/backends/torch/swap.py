@@ -1,4 +1,4 @@
-"""Take the place of Keras's train function while ``fit`` runs, and give it back.
+"""Takes the place of Keras's train function while ``fit`` runs, and gives it back.
 
 Keras looks ``model.train_function`` up at every step, so replacing the attribute takes effect with
 the next one. On PyTorch it is called with a list of one batch and returns the logs.
@@ -18,13 +18,13 @@ from keras_remat.backends.torch.held import Settings
 from keras_remat.backends.torch.variables import weights_of
 from keras_remat.errors import UnsupportedModelError
 
-#: How often a step is planned anew because other weights learn, or recorded anew because a setting
-#: was changed, whatever it takes: a network that is released layer by layer, which is done in some
-#: ten stages, asks for that often.
+#: How often a step is planned anew because other weights are trained, or recorded anew because a
+#: setting was changed, whatever that takes. A network that is released layer by layer, in some ten
+#: stages, needs that often.
 _MOST_CHANGES = 16
-#: A setting that was changed more often, and in more than one of so many steps, is not followed. A
-#: recording takes up to 1.1 of a step's time (``benchmarks/results/ablation.md``), and so adds a
-#: tenth.
+#: A setting that was changed more often than that, and in more than one of so many steps, is not
+#: followed. A recording takes up to 1.1 of a step's time (``benchmarks/results/ablation.md``), and
+#: so adds a tenth.
 _SELDOM = 10
 
 
@@ -33,8 +33,8 @@ class InstalledTrainFunction(Installed):
 
     Args:
         model, runner: as in :class:`~keras_remat.backends.installed.Installed`.
-        device: notes what Keras's own step takes.
-        record_anew: as :meth:`keras_remat.backends.torch.TorchBackend.record_anew`.
+        device: measures what Keras's own step takes.
+        record_anew: see :meth:`keras_remat.backends.torch.TorchBackend.record_anew`.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class InstalledTrainFunction(Installed):
         self._device, self._record_anew = device, record_anew
         self._settings: Settings | None = None
         self._calls = 0
-        self._changed: Counter[str] = Counter()  # settings, and how often they were
-        self._mattered: set[str] = set()  # those of them that a step follows from
+        self._changed: Counter[str] = Counter()  # setting → how often it was changed
+        self._mattered: set[str] = set()  # the settings that change what a step computes
         self._weights: list[torch.Tensor] = []
-        self._learn: tuple[bool, ...] = ()  # which of them do
+        self._learn: tuple[bool, ...] = ()  # which of the weights learn
         self._changes = 0
 
     def _trained(self, iterator: Any, caller: Caller) -> Any:
@@ -66,8 +66,8 @@ class InstalledTrainFunction(Installed):
                 self._settings.note()  # what the step sets itself is no change
 
     def _follow_settings(self) -> None:
-        """Has steps recorded anew where a callback has set what they may read in Python: Keras's
-        own step reads it every time."""
+        """Has steps recorded anew if a callback has set a value in Python that they may read.
+        Keras's own step reads it every time."""
         self._calls += 1
         if self._settings is None:
             self._settings = Settings(self._model)
@@ -76,7 +76,7 @@ class InstalledTrainFunction(Installed):
             return
         try:
             matters = self._record_anew()
-        except UnsupportedModelError:  # planned anew, or the reason is told then
+        except UnsupportedModelError:  # it is planned anew, or the reason is given then
             matters = True
             self._runner.begin_anew()
         if matters is None:
@@ -87,7 +87,7 @@ class InstalledTrainFunction(Installed):
         self._settings.forget([name for name in self._often() if name not in self._mattered])
 
     def _often(self) -> list[str]:
-        """Returns the settings that are changed in too many steps to record each of them."""
+        """Returns the settings that change in too many steps to record each of these anew."""
         return [
             name
             for name, times in self._changed.items()
@@ -103,8 +103,8 @@ class InstalledTrainFunction(Installed):
         return bool(before) and self._learn != before
 
     def check_runs_as_graph(self) -> None:
-        """Raises also where callbacks freeze and release weights, or set what the step reads, in
-        ever so many steps, of which each is recorded."""
+        """Raises also if callbacks freeze and release weights, or set values that the step reads,
+        too often to record or plan each of these steps."""
         super().check_runs_as_graph()
         if self._changes > _MOST_CHANGES:
             raise UnsupportedModelError(

@@ -1,10 +1,11 @@
-"""Keras's whole PyTorch train step as a graph: forward, loss, backward, optimizer, metrics.
+"""Traces Keras's whole PyTorch train step as a graph, from forward phase to metrics.
 
-``model.train_step(batch)`` is called on stand-ins that have shapes and no memory
-(:mod:`.recorder`), with stand-ins in the place of all variables, too. So nothing is allocated, run
-or drawn, and the model is not touched. What was recorded becomes a graph (:mod:`.program`).
+``model.train_step(batch)`` (forward, loss, backward, optimizer, metrics) is called on stand-ins
+that have shapes and no memory (:mod:`.recorder`); stand-ins also take the place of all variables.
+So nothing is allocated, run or drawn, and the model is not touched. The recording becomes a graph
+(:mod:`.program`).
 
-Known limit: what a ``train_step`` does in Python alone (a counter, a list that grows) is done once,
+Known limit: effects of a ``train_step`` in Python alone (a counter, a list that grows) happen once,
 as inside a ``tf.function``.
 
 One file, though a little long: what is checked before, during and after one recording.
@@ -67,13 +68,14 @@ class TorchTracedStep(TracedStep):
 
     Args:
         program: the nodes of its graph.
-        model: whose step it is.
-        places: where the tensors are that it reads and writes.
-        logs: what it returns, with a :class:`.recorder.Ref` or ``Scalar`` for what it computes.
-        micro_batches: in how many micro-batches it trains the batch.
-        device: where it runs.
+        model: the model of the step.
+        places: places of the tensors that it reads and writes.
+        logs: what it returns, with a :class:`.recorder.Ref` or ``Scalar`` in the place of each
+            computed value.
+        micro_batches: number of micro-batches it trains the batch in.
+        device: the device it runs on.
         data: the batch, as tensors without memory.
-        changes: how often settings had changed before it was recorded
+        changes: number of changed settings before it was recorded
             (:meth:`keras_remat.backends.torch.TorchBackend.record_anew`).
     """
 
@@ -87,10 +89,10 @@ class TorchTracedStep(TracedStep):
     changes: int = 0
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
-        """Returns what Keras's own step needs: what was alive when its calls were recorded, and
-        what their kernels take for themselves. A functional model keeps the outputs of all its
-        layers until its call ends, which a rematerialized step does not. The gradients that a step
-        before has left on the weights are there until the backward phase."""
+        """Returns the bytes Keras's own step needs: those that were alive when its calls were
+        recorded, and those that kernels take for themselves. A functional model keeps the outputs
+        of all its layers until its call ends; a rematerialized step does not. Gradients that an
+        earlier step has left on the weights exist until the backward phase."""
         if self.whole is not None:
             return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
         alive = self.program.recording.plain_bytes(self.device)
@@ -104,8 +106,8 @@ class TorchTracedStep(TracedStep):
         return problem.profile.resident_bytes + most
 
     def workspaces_towards(self, other: TracedStep, share: Fraction) -> Sequence[int]:
-        """Returns what convolutions are expected to ask for on a CPU: one thread takes others from
-        16 samples on."""
+        """Returns the workspaces that convolutions are expected to take on a CPU. They differ from
+        the traced ones because one thread takes other kernels from 16 samples on."""
         if self.device.type != "cpu" or not isinstance(other, TorchTracedStep):
             return ()
         mine, its = self.program.layouts, other.program.layouts
@@ -225,7 +227,8 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
 
 
 def shapes_of_batch(traced: TorchTracedStep) -> Any:
-    """Returns what a step can be traced with again in the place of its batch."""
+    """Returns tensors without content that a step can be traced with again, in the place of its
+    batch."""
 
     def like(leaf: Any) -> Any:
         if leaf is None:
@@ -237,7 +240,7 @@ def shapes_of_batch(traced: TorchTracedStep) -> Any:
 
 
 def _of_other_kernels(model: Any, device: torch.device) -> Iterator[str]:
-    """Yields what PyTorch records otherwise than it runs it."""
+    """Yields the differences between the kernels that are recorded and those that Keras runs."""
     on_cpu = device.type == "cpu" and torch.backends.mkldnn.is_available()
     for module in private.modules(model):
         if on_cpu and isinstance(module, torch.nn.LSTM) and not module.proj_size:
@@ -251,14 +254,14 @@ def _of_other_kernels(model: Any, device: torch.device) -> Iterator[str]:
 def _build(model: Any, batch: Any) -> None:
     try:
         keras_private.build(model, batch)
-    except RuntimeError as error:  # it has no call, say; what its step needs may be there
+    except RuntimeError as error:  # it may have no call, and still all that its step needs
         if not optimizers_of(model):
             raise UnsupportedModelError(str(error)) from error
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor like a variable's, with its hooks, without memory, and with a gradient that
-    no step may use."""
+    """Returns a tensor without memory like a variable's. It has the variable's hooks, and a
+    gradient that no step may use."""
     made = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
@@ -271,7 +274,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _batch_stand_in(leaf: Any, device: torch.device) -> Any:
-    """Returns a tensor like one of a batch. ``fit`` gives tensors of the host."""
+    """Returns a tensor without memory like one of a batch; ``fit`` gives tensors of the host."""
     if leaf is None:
         return None
     where = torch.device("cpu") if leaf.device.type == "meta" else leaf.device
@@ -287,7 +290,7 @@ def _recorded(
     data: Any,
     step: Callable[[Any], Any],
 ) -> Any:
-    """Runs a step on stand-ins and returns what it returns, with numbers for its tensors."""
+    """Runs a step on stand-ins and returns its result, with numbers for its tensors."""
     for tensor in (*stand_ins, *(leaf for leaf in keras.tree.flatten(data) if leaf is not None)):
         recorder.add_input(tensor)
     for tensor in stand_ins:
@@ -317,7 +320,8 @@ def _recorded(
 
 
 def _check_built(model: Any) -> None:
-    """Raises where the step would make variables when it is recorded: they would hold stand-ins."""
+    """Raises if the step would make variables when it is recorded, because they would hold
+    stand-ins."""
     for optimizer in optimizers_of(model):
         if not optimizer.built:
             raise UnsupportedModelError(
@@ -328,8 +332,8 @@ def _check_built(model: Any) -> None:
 
 
 def _check_updates(recording: Recording, stand_ins: list[torch.Tensor]) -> None:
-    """Raises where a step is recorded to train nothing: an optimizer of PyTorch's own holds the
-    weights themselves, and finds no gradient on them while stand-ins are in their place."""
+    """Raises if a recorded step updates no weight. An optimizer of PyTorch's own holds the weights
+    themselves, and finds no gradients on them while stand-ins are in their place."""
     layouts, of_own = recording.layouts, zip(recording.inputs, stand_ins, strict=False)
     weights = {layouts[number].storage for number, one in of_own if one.requires_grad}
     written = {layouts[number].storage for call in recording.calls for number in call.writes}
@@ -343,8 +347,9 @@ def _check_updates(recording: Recording, stand_ins: list[torch.Tensor]) -> None:
 
 @contextmanager
 def _no_draws_in_python() -> Iterator[None]:
-    """Raises where a step draws numbers by Python or NumPy: every step would have those that were
-    drawn when it was recorded. Their generators are left as they were.
+    """Raises if a step draws numbers by Python or NumPy, and puts their generators back.
+
+    Every step of a plan would have the numbers that were drawn when it was recorded.
 
     Known limit: while other threads of Python run, which may load data and draw as well, nothing is
     looked at.
@@ -366,8 +371,8 @@ def _no_draws_in_python() -> Iterator[None]:
 
 
 def _other_threads() -> list[threading.Thread]:
-    """Returns Python's other threads, but for this package's, which draw nothing, and autograd's
-    own on a GPU, which are known as dummies."""
+    """Returns Python's other threads. This package's are left out, because they draw nothing, and
+    so are autograd's own on a GPU, which are known as dummies."""
     return [
         one
         for one in threading.enumerate()
@@ -378,8 +383,8 @@ def _other_threads() -> list[threading.Thread]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raises :class:`UnsupportedModelError` with the line of Python in the place of what PyTorch
-    raises where a step asks for the value of a tensor."""
+    """Raises :class:`UnsupportedModelError` with the line of Python, in the place of PyTorch's
+    errors, if a step asks for the value of a tensor."""
     try:
         yield
     except private.ASKS_FOR_VALUES as error:
@@ -410,8 +415,8 @@ def _explained() -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    """Returns where a step's own Python raised an error, as the end of a sentence: the innermost
-    line of the user's own, else of Keras or another package; empty where there is none."""
+    """Returns the line of Python that raised an error, as the end of a sentence. It is the
+    innermost line of the user's own, else of Keras or another package; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if not _is_in(f.filename, _folder(torch), _OWN_FOLDER)]
     own = [f for f in ours if not _is_in(f.filename, _folder(keras).parent)]

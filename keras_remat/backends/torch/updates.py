@@ -1,9 +1,10 @@
-"""Calls over lists of tensors, taken apart into calls over shorter lists.
+"""Splits calls over lists of tensors into calls over shorter lists.
 
-An optimizer updates all weights by a dozen calls, each of which makes a tensor for every weight: as
-long as they are one op, no schedule can hold less than several copies of all weights. In chunks, a
-gradient dies once its own weights are updated. The kernels, and so the bits, are the same. A chunk
-is as large as the largest tensor, so that there are few of them: on a GPU each is some kernels.
+An optimizer updates all weights by a dozen calls, each of which makes a tensor for every weight. As
+long as such a call is one op, no schedule can hold less than several copies of all weights. In
+chunks, a gradient dies once its own weights are updated. The kernels, and so the bits, are the
+same. A chunk is as large as the largest tensor, so that there are few of them: on a GPU each is
+some kernels.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any
 from keras_remat.backends.torch import private
 from keras_remat.backends.torch.recorder import Call, Layout, Ref
 
-#: Calls over lists that compute more than element by element: how they do it depends on the list.
+#: Calls over lists that are not elementwise: their computation depends on the list.
 _NOT_ELEMENTWISE = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 
 def chunks(call: Call, layouts: Sequence[Layout], storage_bytes: Sequence[int]) -> list[Call]:
-    """Returns the calls that do what one over lists does; the call itself where it is no such one.
+    """Returns the chunks of a call over lists; the call itself if it cannot be split.
 
     Args:
-        layouts: of every tensor, by its number.
-        storage_bytes: of every storage.
+        layouts: layout of every tensor, by its number.
+        storage_bytes: bytes of every storage.
     """
     name = private.schema_name(call.operator)
     lists = [one for one in call.args if _is_list_of_tensors(one)]
@@ -48,7 +49,7 @@ def _is_list_of_tensors(argument: Any) -> bool:
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
-    """Returns where chunks begin and end that are no larger than the largest tensor."""
+    """Returns the borders of chunks that are no larger than the largest tensor."""
     most, held, ends = max(sizes), 0, [0]
     for at, size in enumerate(sizes):
         if held and held + size > most:

@@ -1,8 +1,8 @@
-"""What a train step reads and writes that outlives it: a model's variables, its optimizer's, its
-metrics', Keras's global seed, and the parameters and buffers of wrapped torch modules.
+"""Finds the tensors that a train step reads and writes and that outlive it.
 
-A torch module may hold the very tensor of a Keras variable under a name of its own. While a step is
-recorded both have to hold the same stand-in.
+These are a model's variables, its optimizer's, its metrics', Keras's global seed, and the
+parameters and buffers of wrapped torch modules. A torch module may hold the very tensor of a Keras
+variable under a name of its own. While a step is recorded, both have to hold the same stand-in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Place:
 
     Args:
         owner: a Keras variable, or a table of a torch module.
-        name: the tensor's in the table; ``None`` for a variable.
+        name: the tensor's name in the table; ``None`` for a variable.
     """
 
     owner: Any
@@ -49,7 +49,7 @@ class Place:
 
     @property
     def now(self) -> Any:
-        """Returns what is there now, whatever that is."""
+        """Returns the object that is there now, tensor or not."""
         if self.name is None:
             return private.value_of(self.owner)
         return self.owner.get(self.name)
@@ -64,26 +64,27 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Holds all that a step may touch.
+    """Holds the places of all tensors that a step may touch.
 
     Args:
         own: one place for every tensor.
-        twins: further places of those tensors, in torch modules.
+        twins: further places of the same tensors, in torch modules.
     """
 
     own: tuple[Place, ...]
     twins: tuple[Place, ...]
 
     def write_back(self, stand_ins: Sequence[torch.Tensor], memory: Sequence[int]) -> None:
-        """Writes into the stand-ins what a step has put into their places: a module may give a
-        buffer a new tensor in every step, and the step of a plan keeps the old one.
+        """Copies tensors that a step has put into its places into the stand-ins.
+
+        A module may give a buffer a new tensor in every step; the step of a plan keeps the old one.
 
         Args:
-            stand_ins: those of ``own``.
+            stand_ins: stand-ins of ``own``.
             memory: the keys of their storages before the step.
 
         Raises:
-            UnsupportedModelError: that cannot be written there, or a stand-in has other memory.
+            UnsupportedModelError: the tensor does not fit there, or a stand-in has other memory.
         """
         for place, stand_in, key in zip(self.own, stand_ins, memory, strict=True):
             if private.storage_key(stand_in) != key:
@@ -113,8 +114,7 @@ class Places:
 
     @contextmanager
     def replaced(self, stand_ins: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Puts other tensors in the places, one for each of ``own``, and afterwards the old ones
-        back."""
+        """Puts one tensor into each place of ``own``, and the old ones back afterwards."""
         before = [place.tensor for place in self.own]
         of = {id(old): new for old, new in zip(before, stand_ins, strict=True)}
         twins = [place.tensor for place in self.twins]
@@ -148,7 +148,7 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def places_of(model: Any) -> Places:
-    """Returns where everything is that a train step of a model may touch."""
+    """Returns the places of all tensors that a train step of a model may touch."""
     variables = [Place(v) for v in variables_of(model) if private.value_of(v) is not None]
     held = {id(place.tensor) for place in variables}
     own, twins = list(variables), list[Place]()
@@ -164,7 +164,7 @@ def places_of(model: Any) -> Places:
 
 
 def weights_of(model: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a model that may be asked to learn, or not to, while it trains."""
+    """Returns the tensors of a model that may be frozen or released while it trains."""
     tensors = (place.tensor for place in places_of(model).own)
     return [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
 
@@ -194,8 +194,9 @@ def gradient_bytes(places: Iterable[Place], device: torch.device) -> int:
 
 
 def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, int]], list[Any]]:
-    """Returns a list that fills with the time in nanoseconds at which a gradient that is left on a
-    weight is freed, and its bytes as a negative number; and what has to be kept meanwhile."""
+    """Watches the gradients that are left on weights. Returns a list that gets the time in
+    nanoseconds at which each is freed, with its bytes as a negative number; and the watches, which
+    have to be kept meanwhile."""
     freed: list[tuple[int, int]] = []
     watches = []
     for place in places_of(model).own:
@@ -215,14 +216,14 @@ def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, i
 
 
 def held_bytes(model: Any, device: torch.device) -> int:
-    """Returns the bytes on a device of all that outlives a step of a model, and of the gradients
-    that are left on its weights; memory that is shared counts once."""
+    """Returns the bytes on a device of all tensors that outlive a step of a model, and of the
+    gradients left on its weights. Shared memory counts once."""
     own = [place.tensor for place in places_of(model).own]
     return _storage_bytes([*own, *(one.grad for one in own if one.is_leaf)], device)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
-    """Returns the bytes of tensors on a device; memory that is shared counts once."""
+    """Returns the bytes of tensors on a device; shared memory counts once."""
     storages = {}
     for tensor in tensors:
         if tensor is not None and tensor.device.type == device.type:
@@ -232,13 +233,15 @@ def _storage_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device)
 
 
 def snapshot(model: Any, written: Iterable[torch.Tensor] = ()) -> Callable[[], None]:
-    """Copies to the host all that a step of a model may touch, and the states of torch's own
-    generators of random numbers; what it returns puts them back. On a CPU, too, the copies are
-    memory that PyTorch's allocator knows nothing of: they are alive while a step runs.
+    """Copies all tensors that a step may touch to the host, and returns a function that restores
+    them.
+
+    The states of torch's own generators are copied, too. On a CPU, too, the copies are memory that
+    PyTorch's allocator does not know: they are alive while a step runs.
 
     Args:
-        model: whose step it is.
-        written: tensors that the step writes beside the model's.
+        model: the model of the step.
+        written: tensors that the step writes besides the model's.
     """
     kept = [(place, _copied(place.tensor)) for place in places_of(model).own]
     beside = [(tensor, _copied(tensor)) for tensor in written]
@@ -260,8 +263,8 @@ def snapshot(model: Any, written: Iterable[torch.Tensor] = ()) -> Callable[[], N
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor without the axes along which it repeats the same memory: a buffer may be
-    expanded."""
+    """Returns a tensor without the axes along which it repeats the same memory, as in a buffer that
+    was expanded."""
     for axis, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(axis, 0, min(1, tensor.shape[axis]))

@@ -5,10 +5,10 @@
     v7 = f3(v2, p9, [1, 1])
     del v2
 
-A view is made where it is first read, and lives as long as the value it looks at. A write happens
-in place where the old value dies, else the operator that returns a new tensor takes its place, or a
-copy is written. There is nothing between the lines: an op costs less than it does in PyTorch's own
-eager mode, of whose Python a small model's step mostly consists.
+A view is made when it is first read, and lives as long as the value it looks at. A write happens in
+place if the old value dies. Otherwise the operator that returns a new tensor takes its place, or a
+copy is written. Nothing runs between the lines, so an op costs less than in PyTorch's own eager
+mode, whose Python takes most of a small model's step.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Writer:
     """Writes the function of one order.
 
     Args:
-        program: the nodes.
-        graph: of them.
-        order: their ids, which may repeat.
-        is_probed: whether ``probe(position)`` is called before every op.
+        program: the program of the nodes.
+        graph: the graph of the nodes.
+        order: ids of the nodes, which may repeat.
+        is_probed: whether the function calls ``probe(position)`` before every op.
 
     Attributes:
-        namespace: what the function finds under the names that are not its own.
-        inputs: places among the recording's inputs, of those it is called with.
-        constants: numbers of the constants it is called with, after the inputs.
+        namespace: the names that the function finds outside of itself, and their objects.
+        inputs: indices, among the recording's inputs, of the inputs that the function takes.
+        constants: numbers of the constants that the function takes after the inputs.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Writer:
         self.constants: dict[int, None] = {}
         self._place_of = {number: at for at, number in enumerate(program.recording.inputs)}
         self._lines: list[str] = []
-        self._names: dict[Any, str] = {}  # of operators and literals
+        self._names: dict[Any, str] = {}  # operator or literal → its name
         self._views: dict[int, dict[int, str]] = defaultdict(dict)  # value → tensor → variable
         self._asked: dict[Any, str] = {}  # predicates → variables
         self._dying = self._ends()
@@ -78,7 +78,7 @@ class Writer:
         return "def step(given):\n  " + "\n  ".join([*(head if given else []), *self._lines]) + "\n"
 
     def _ends(self) -> list[list[int]]:
-        """Returns the values whose newest instance is read last at every position."""
+        """Returns, for every position, the values whose newest instance is read last there."""
         newest: dict[int, int] = {}
         end: dict[tuple[int, int], int] = {}
         for position, op_id in enumerate(self._order):
@@ -125,7 +125,7 @@ class Writer:
         self._end(position, guard, extra)
 
     def _end(self, position: int, guard: str, extra: list[str]) -> None:
-        """Writes what dies after an op."""
+        """Writes the lines that delete what dies after an op."""
         if extra and guard:
             self._lines.append(f"{guard}{' = '.join(extra)} = None")
             extra = []
@@ -134,15 +134,15 @@ class Writer:
             names = [f"v{value}", *self._views.pop(value, {}).values()]
             producer = self._program.stored[value].producer
             if producer is not None and self._program.nodes[producer].predicate:
-                self._lines.append(f"{' = '.join(names)} = None")  # it may not have been made
+                self._lines.append(f"{' = '.join(names)} = None")  # the value may not exist
             else:
                 drop += names
         if drop:
             self._lines.append(f"del {', '.join(dict.fromkeys(drop))}")
 
     def _guard(self, node: Node) -> str:
-        """Returns the condition of a node's lines; empty where there is none. What a predicate says
-        is read once."""
+        """Returns the condition of a node's lines; empty if there is none. A predicate's tensor is
+        read once."""
         names: list[str] = []
         for at, (number, wanted) in enumerate(node.predicate):
             key = node.predicate[:at], number
@@ -173,7 +173,7 @@ class Writer:
             self._lines.append(f"{guard}_ = None")
 
     def _write_temporaries(self, node: Node, guard: str, dying: set[int]) -> list[str]:
-        """Writes the lines of a write, and returns the names of the views they made."""
+        """Writes the lines of a write, and returns the names of the views they make."""
         assert node.call is not None
         call, given, views = node.call, {}, list[str]()
         for number, value in node.new.items():
@@ -204,7 +204,7 @@ class Writer:
     # ---------------------------------------------------------------- tensors
 
     def _base(self, value: int) -> str:
-        """Returns the variable of a whole value."""
+        """Returns the variable name of a whole value."""
         source = self._program.sources.get(value)
         if source is None:
             return f"v{value}"
@@ -215,7 +215,7 @@ class Writer:
         return f"c{source}"
 
     def _tensor(self, number: int, value: int, guard: str = "") -> str:
-        """Returns the variable of a tensor, whose view is made where it is not there."""
+        """Returns the variable name of a tensor, and makes its view if that does not exist."""
         number = self._program.canonical(number)
         if number not in self._program.recipes or self._program.is_whole(number, value):
             return self._base(value)
@@ -230,7 +230,7 @@ class Writer:
         return name
 
     def _view(self, number: int, value: int, guard: str, made: list[str]) -> str:
-        """Returns the variable of a tensor that is about to be written, in a value that is new."""
+        """Returns the variable name of a tensor in a new value, to be written."""
         number = self._program.canonical(number)
         if number not in self._program.recipes or self._program.is_whole(number, value):
             return f"v{value}"
@@ -261,9 +261,9 @@ class Writer:
         """Returns the text of a call.
 
         Args:
-            reads: tensor → the value that it is of.
-            given: tensor → the variable to use in its place.
-            operator: to be called in the place of the call's.
+            reads: number of a tensor → the value it belongs to.
+            given: number of a tensor → the variable to use in its place.
+            operator: operator to call in the place of the call's own.
         """
 
         def text(argument: Any) -> str:
@@ -297,7 +297,7 @@ class Writer:
         return self._name((type(thing), str(thing)), thing)
 
     def _name(self, key: Any, thing: Any) -> str:
-        """Returns the name that something has in the namespace."""
+        """Returns the name of an object in the namespace."""
         if key not in self._names:
             self._names[key] = f"f{len(self._names)}"
             self.namespace[self._names[key]] = thing
@@ -310,10 +310,10 @@ def compiled(
     order: Sequence[int],
     probe: Callable[[int], None] | None = None,
 ) -> tuple[Callable[[Any], Any], Writer]:
-    """Returns the function of an order, and what it is called with.
+    """Returns the function of an order, and its writer, which knows the function's inputs.
 
     Args:
-        probe: is called with every position before its op.
+        probe: is called with every position, before its op.
     """
     writer = Writer(program, graph, order, is_probed=probe is not None)
     source = writer.write()
