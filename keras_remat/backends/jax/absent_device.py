@@ -114,7 +114,7 @@ def device(target: Target) -> Any:
     """Returns a card that is not there as JAX's compiler knows it.
 
     JAX takes its plugin as a compiler only where ``JAX_PLATFORMS`` is ``cpu``, as in the process
-    that compiles. What it raises where its compiler does not take the card passes through.
+    that compiles. If its compiler does not take the card, its error passes through.
 
     Raises:
         MissingPackageError, UnsupportedModelError: see

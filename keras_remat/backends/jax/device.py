@@ -352,7 +352,7 @@ class AbsentDevice(Device):
 
     @property
     def name(self) -> str:
-        """Returns what the driver calls it."""
+        """Returns the driver's name of the card."""
         return self._target.device
 
     def in_use_bytes(self) -> int:

@@ -68,7 +68,7 @@ def compiled_to_the_end(module: bytes, target: Target, written: Path | None = No
         if is_out_of_memory(error):
             return CardStep(temp_size_in_bytes=int(target.total_bytes or 0))
         raise UnsupportedModelError(refused(error, "XLA:GPU")) from error
-    except ValueError as error:  # what the front end cannot read
+    except ValueError as error:  # the front end cannot read the module
         raise UnsupportedModelError(refused(error, "XLA:GPU")) from error
 
 
@@ -175,7 +175,7 @@ def _in_a_fork(module: bytes, target: Target) -> Any:
 def main(folder: Path) -> None:
     """Answers until its input ends."""
     with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # what a compiler prints is no answer
+        os.dup2(2, 1)  # a compiler's output is no answer
         while True:
             try:
                 target, module = pickle.load(sys.stdin.buffer)

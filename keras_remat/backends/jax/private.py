@@ -106,7 +106,7 @@ def is_backward(scope: str) -> bool:
 
 
 def _expanded(called: Any) -> Any:
-    """Returns what a :data:`HIGH_CALL` computes, as a closed jaxpr."""
+    """Returns the computation of a :data:`HIGH_CALL` as a closed jaxpr."""
 
     def run(*leaves: Any) -> Any:
         return called.expand(*jax.tree.unflatten(called.in_tree, leaves))

@@ -60,7 +60,7 @@ class JaxProcesses(Processes):
         self.count = jax.process_count() if count is None else count
         self._leave = _leave if leave is None else leave
         self._fit, self._messages = "", 0
-        self._sent: list[str] = []  # keys of what others may still have to read
+        self._sent: list[str] = []  # keys of messages that others may still have to read
         self._ended = threading.Event()
         self._decides = False  # whether this process is deciding for all
 

@@ -120,7 +120,7 @@ def _why_not_compiled(model: Any) -> str:
 
 
 def _check_alone(target: Target, micro_batches: int) -> None:
-    """Raises :class:`UnsupportedModelError` for what several devices cannot do."""
+    """Raises :class:`UnsupportedModelError` for requests that several devices cannot serve."""
     if keras.distribution.distribution() is None:
         return
     if not target.is_live:

@@ -83,7 +83,7 @@ class Device:
         """Notes how many bytes a step is predicted to add to those in use."""
 
     def run(self, step: Any, batch: Any, call: Callable[[Any], Result]) -> Result:
-        """Returns ``call(batch)``, and notes what the call takes.
+        """Runs ``call(batch)``, notes what the call takes, and returns its result.
 
         Args:
             step: the step that is called.

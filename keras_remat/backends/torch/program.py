@@ -54,7 +54,7 @@ _UNFILLED = {
 _OF_STATISTICS = names("cudnn_batch_norm miopen_batch_norm")
 #: Bytes of the state of PyTorch's generator.
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
-#: The CUDA allocator rounds every request up to a multiple of so many bytes.
+#: The CUDA allocator rounds every request up to a multiple of these bytes.
 CUDA_GRANULE = 512
 
 #: Namespaces of the operators whose tags say whether they draw.

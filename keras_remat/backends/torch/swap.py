@@ -63,7 +63,7 @@ class InstalledTrainFunction(Installed):
             return super()._trained(iterator, caller)
         finally:
             if self._settings is not None:
-                self._settings.note()  # what the step sets itself is no change
+                self._settings.note()  # values that the step sets itself are no change
 
     def _follow_settings(self) -> None:
         """Has steps recorded anew if a callback has set a value in Python that they may read.

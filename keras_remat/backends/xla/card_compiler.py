@@ -1,4 +1,4 @@
-"""Asks XLA:GPU what a step takes on a card that is not there.
+"""Asks XLA:GPU for the memory of a step on a card that is not there.
 
 Another process compiles the steps (:mod:`keras_remat.backends.jax.hlo`). It starts with the first
 step and ends with the compiler object. So the caller may run on any framework and device, and a
@@ -135,7 +135,7 @@ class CardCompiler:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and its forks; what is compiled is lost."""
+    """Ends the process and its forks; running compilations are lost."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
     process.wait()

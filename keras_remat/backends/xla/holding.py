@@ -118,7 +118,7 @@ def needed(
     ends = {(value, at): end for at, values in enumerate(reads) for value, end in values.items()}
     first = read_from_memory(graph, order, kinds, copying)
     made: dict[int, int] = {}  # value → where it was computed last
-    parts: dict[int, frozenset[tuple[int, int]]] = {}  # position → what is there in its place
+    parts: dict[int, frozenset[tuple[int, int]]] = {}  # position → values in its place
     found: set[int] = set()
     for at, op_id in enumerate(order):
         op = graph.ops[op_id]

@@ -75,7 +75,7 @@ class Instruction:
     number: int = 0  # of a parameter
 
     def of(self, pattern: str) -> str:
-        """Returns what a pattern's group finds in its attributes; empty where nothing is found."""
+        """Returns the match of a pattern's group in its attributes; empty if there is none."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
@@ -239,7 +239,7 @@ def _is_given(name: str, body: Computation) -> bool:
 
 
 def _fused_bytes(body: Computation, operands: Sequence[Instruction]) -> int:
-    """Returns what a fusion reads and writes."""
+    """Returns the bytes a fusion reads and writes."""
     wanted = _wanted(body)
     moved = 0
     for one in body.values():

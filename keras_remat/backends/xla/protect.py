@@ -61,12 +61,14 @@ So on a GPU a schedule is first written loosely, and in other ways if that excee
   the updates are brought forward instead. A GPT-like's plan for 0.16 took 302.0 MiB and 1.19 of
   plain's time loosely, 234.1 and 1.22 so, and 234.5 and 1.36 with values held.
 
-Three things make holding quicker than writing strictly. A guard needs no trigger of its own; its
-own trigger would make it wait for what was computed just before, so of two sums of one gradient the
-second could not be computed beside the first. A value that a product or a convolution reads exists
-without a barrier; the barrier would only keep other sums of the value out of the kernel that makes
-it. And a sum is not held where there is room for its summands
-(:func:`keras_remat.backends.xla.holding.needed`).
+Three things make holding quicker than writing strictly:
+
+* A guard needs no trigger of its own. Its own trigger would make it wait for the values computed
+  just before: of two sums of one gradient, the second could not be computed beside the first.
+* A value that a product or a convolution reads exists without a barrier. The barrier would only
+  keep other sums of the value out of the kernel that makes it.
+* A sum is not held where there is room for its summands
+  (:func:`keras_remat.backends.xla.holding.needed`).
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
@@ -247,9 +249,9 @@ class Run:
         self._of_part: list[int] = []  # ops of the part that ran
         self._early = set(early)
         self._updates: list[int] = []  # numbers of large new weights that nothing waits for yet
-        self._gradients: set[int] = set()  # numbers of what updates have read
+        self._gradients: set[int] = set()  # numbers of values that updates have read
         self._since: list[int] = []  # ops that ran for the first time since the last trigger
-        self._pins: list[Any] = []  # what the next trigger reads beside the newest results
+        self._pins: list[Any] = []  # read by the next trigger beside the newest results
         self._condition: Any = None
         self._condition_phase = FORWARD
         self._trigger = 1  # the newest one's number; values drawn before any trigger have it, too

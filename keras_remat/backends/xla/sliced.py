@@ -32,7 +32,7 @@ class SlicedEquation:
 
     Args:
         at: its index in the program.
-        inputs, outputs: the mode of each, that is what it is to the part.
+        inputs, outputs: mode of each: how the part reads or makes it.
         loop: for a loop, how its body runs on a part; else ``None``.
     """
 
@@ -78,7 +78,7 @@ def demanded(
         program: the program of the equations.
         equations: indices, ascending.
         wanted: number of a value → the modes it is wanted in.
-        sliced: is called for equations of which an output is wanted in part.
+        sliced: is called for each equation with an output that is wanted in part.
         is_literal: whether a literal can be read in a mode.
     """
     modes: dict[int, set[Mode]] = defaultdict(set)
@@ -144,7 +144,7 @@ def _slice_rules(
 
 
 def _rule(step: FusedStep, op: Op, found: SlicedOp, analysis: Analysis) -> SliceRule | None:
-    """Returns the rule of an op; ``None`` if its parts would read or make what they cannot."""
+    """Returns the rule of an op; ``None`` if it cannot run in parts."""
     graph, numbers, last = step.graph, step.numbers, found.equations[-1]
     made = dict(zip(step.program.equations[last.at].outputs, last.outputs, strict=True))
     sums, means = set(), set()
@@ -282,7 +282,7 @@ class ProgramWriter(ABC, Generic[Step]):
             role: the equation's role.
             number: number of the whole value.
             part: index of the part.
-            inputs: numbers of what the op of the sliced graph reads.
+            inputs: numbers of the values that the op of the sliced graph reads.
         """
 
     def _write(self) -> dict[int, tuple[int, ...]]:
