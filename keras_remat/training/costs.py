@@ -71,15 +71,22 @@ class StepCosts:
         if in_use is not None:
             (in_use,) = self._backend.processes.most(in_use)
         profile = self._backend.estimated_profile(traced, in_use)
-        for costs in known.costs[:1] if micro_batches == 1 else ():
-            expected = profile.op_workspace_bytes
-            seen = transfer_costs(costs, traced.graph, expected).profile
-            held = seen.op_workspace_bytes
-            if not self._backend.guesses_workspaces:  # kernels of other sizes may take less
-                held = tuple(map(max, held, expected))
-            profile = replace(profile, op_time_s=seen.op_time_s, op_workspace_bytes=held)
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
+        for seen in known.costs[:1] if micro_batches == 1 else ():
+            problem = self.as_seen(problem, seen)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
+
+    def as_seen(self, problem: Problem, seen: Problem) -> Problem:
+        """Returns a step with what its ops were seen to cost at another size. Their workspace is no
+        less than what is expected of them, unless that is a guess: kernels of other sizes may take
+        less."""
+        profile, expected = problem.profile, problem.profile.op_workspace_bytes
+        told = transfer_costs(seen, problem.graph, expected).profile
+        held = told.op_workspace_bytes
+        if not self._backend.guesses_workspaces:
+            held = tuple(map(max, held, expected))
+        profile = replace(profile, op_time_s=told.op_time_s, op_workspace_bytes=held)
+        return replace(problem, profile=profile)
 
     @property
     def is_to_be_put_back(self) -> bool:

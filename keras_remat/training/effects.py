@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import BudgetError, UnsupportedModelError, statement_of
 from keras_remat.planning.background import PlanProcess, PlanProcessError
@@ -94,9 +93,9 @@ def start_recorder(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: P
     larger = [c for c in seen if c.graph.input_bytes >= problem.graph.input_bytes]
     if not shape.costs.is_whole or not larger or larger[0].profile.source != "measured":
         return recording
-    profile = transfer_costs(larger[0], problem.graph).profile
-    profile = replace(profile, resident_bytes=problem.profile.resident_bytes)
-    known = replace(shape.costs, problem=replace(problem, profile=profile))
+    told = tools.costs.as_seen(problem, larger[0])
+    told = replace(told, profile=replace(told.profile, source="measured"))
+    known = replace(shape.costs, problem=told)
     return replace(recording, recorded=Recorded.MEASURED, costs=known)
 
 

@@ -139,6 +139,27 @@ def test_what_shapes_tell_of_an_op_does_not_shrink_with_the_batch(guesses, expec
     assert set(trainer.problem.profile.op_workspace_bytes) == {expected}
 
 
+def test_nor_does_it_where_the_ops_were_measured_at_a_larger_batch():
+    """Else the plain step of the smaller one was taken to fit, and took 61 MiB under 45."""
+
+    class Backend(FakeBackend):
+        def estimated_profile(self, traced, resident_bytes=None):
+            profile = super().estimated_profile(traced, resident_bytes)
+            return replace(profile, op_workspace_bytes=(20,) * len(traced.graph.ops))
+
+        def _stop_recording(self, lowered, resident_bytes):
+            profile = super()._stop_recording(lowered, resident_bytes)
+            return replace(profile, op_workspace_bytes=(20,) * len(lowered.problem.graph.ops))
+
+    trainer, _ = driven(Backend(), options())
+    for _ in range(5):  # epochs
+        train(trainer, 2)
+        train(trainer, 1, SIZE - 5)
+    profiles = [shape.costs.problem.profile for shape in trainer.record.shapes.values()]
+    assert [profile.source for profile in profiles] == ["measured"] * 2
+    assert [set(profile.op_workspace_bytes) for profile in profiles] == [{20}] * 2
+
+
 def test_measured_main_scales_estimated_times_to_the_measured_step():
     backend = FakeBackend()
     trainer, _ = driven(backend, options(limit=PLAIN))
