@@ -1,2 +1,2 @@
-"""Keras and one framework each: what a train step computes, what it costs, and a train step that
-runs an order."""
+"""Connects Keras and one framework each: traces a train step, profiles it, and runs it in an
+order."""

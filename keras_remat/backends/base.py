@@ -1,4 +1,4 @@
-"""What every backend hands to the layers above it: one traced step, and the verbs that work on it.
+"""Defines what every backend offers the layers above it: a traced step, and verbs that work on it.
 
 Nothing here imports a framework. A backend is a module (``keras_remat.backends.tensorflow``,
 ``keras_remat.backends.jax``) with a function ``backend() -> Backend``; :func:`load_backend` picks
@@ -48,28 +48,28 @@ class Slicer(Protocol):
 
     @property
     def granule_bytes(self) -> int:
-        """Returns the bytes that sizes of slices are rounded up to a multiple of."""
+        """Returns the bytes to whose multiples the sizes of slices are rounded up."""
 
     @property
     def rules(self) -> Mapping[int, SliceRule]:
-        """Returns op id → how it may run in slices, of the ops that may."""
+        """Returns op id → its slice rule, for ops that may run in slices."""
 
     def sliced(self, slicing: Slicing) -> TracedStep:
         """Returns the same step with some ops in slices.
 
         Raises:
-            InvalidProblemError: they cannot run so.
+            InvalidProblemError: the ops cannot run in these slices.
         """
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Says what a step in slices was made from.
+    """Holds what a step in slices was made from.
 
     Args:
         step: the whole step.
         sliced: the rewrite of its graph.
-        scratch: workspace of the whole ops, as far as it was known when they were put into slices.
+        scratch: bytes of workspace of the whole step's ops, where known when the step was sliced.
     """
 
     step: TracedStep
@@ -77,8 +77,9 @@ class Whole:
     scratch: tuple[int, ...] = ()
 
     def problem(self, problem: Problem) -> Problem:
-        """Returns what the whole step costs by what its slices do: the sum of the parts' times, and
-        the workspace that is known; else so many times theirs as there are parts, at most."""
+        """Returns the problem of the whole step, from the costs of its slices. An op takes the sum
+        of its parts' times. Its workspace is the known one; else the number of parts times the
+        largest part's, which is an upper bound."""
         graph, parts = self.step.graph, self.sliced.slicing.parts
         times, workspaces = [0.0] * len(graph.ops), [0] * len(graph.ops)
         for op_id, origin in enumerate(self.sliced.origins):
@@ -100,12 +101,11 @@ class TracedStep:
     """Holds one train step as a graph, with the framework's objects beside it.
 
     Args:
-        graph: what the step computes.
-        handles: op id → what the backend needs to run that op; nothing outside the backend looks
-            inside.
-        differences: what differs from Keras's own step, in sentences for the user.
-        slicer: rewrites the step with some ops in slices; ``None`` where nobody does.
-        whole: what a step in slices was made from; ``None`` for a whole step.
+        graph: the ops and values of the step.
+        handles: op id → the backend's object for running that op; only the backend looks inside.
+        differences: differences from Keras's own step, in sentences for the user.
+        slicer: rewrites the step with some ops in slices; ``None`` where that is not possible.
+        whole: origin of a step in slices; ``None`` for a whole step.
     """
 
     graph: Graph
@@ -116,32 +116,32 @@ class TracedStep:
 
     @property
     def slicing(self) -> Slicing | None:
-        """Returns which ops of the whole step run in slices; ``None`` where this one is whole."""
+        """Returns which ops of the whole step run in slices; ``None`` for a whole step."""
         return None if self.whole is None else self.whole.sliced.slicing
 
     @property
     def held_bytes(self) -> Sequence[int]:
         """Returns the bytes of every large constant that stays in use once the step has run; empty
-        where nobody knows of one."""
+        where none is known."""
         return ()
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
-        """Returns what Keras's own step is predicted to need, resident bytes included; a backend
-        whose traced step differs from Keras's own has a rule of its own."""
+        """Returns the predicted peak of Keras's own step, resident bytes included. Backends whose
+        traced step differs from Keras's override it."""
         return memory.peak_bytes(problem, Schedule.store_all(self.graph))
 
     def plain_unordered_bytes(self, problem: Problem, memory: MemoryModel) -> int:
-        """Returns the most that Keras's own step takes where it runs several ops at once, in no
-        order, resident bytes included; 0 where it does not."""
+        """Returns the highest peak of Keras's own step if it runs several ops at once, in no order,
+        resident bytes included; 0 if it does not."""
         return 0
 
     def workspaces_towards(self, other: TracedStep, share: Fraction) -> Sequence[int]:
-        """Returns the workspace that each op is expected to ask for at another batch size, where
-        kernels begin at one: nothing where nobody knows of such.
+        """Returns the expected bytes of workspace of each op at a batch size between two traces,
+        where a kernel runs only from some batch size on; empty where no such kernel is known.
 
         Args:
             other: the same ops, traced at a second batch size.
-            share: where the size is, from 0 for this trace's to 1 for the other's.
+            share: position of the batch size, from 0 for this trace's to 1 for the other's.
         """
         return ()
 
@@ -150,7 +150,7 @@ class ProfileRecorder(Protocol):
     """Measures a profile over real training steps.
 
     Attributes:
-        remark: why the op times of the last profile are estimates; empty where nothing is to tell.
+        remark: why the op times of the last profile are estimates; empty where they are not.
     """
 
     remark: str
@@ -160,68 +160,68 @@ class ProfileRecorder(Protocol):
 
     def stop(self, lowered: RunStep, resident_bytes: int | None) -> Profile | None:
         """Stops and returns the profile of ``lowered``'s ops, or ``None`` when too few were seen.
-        Its ``source`` says whether the op times were measured; where they cannot be, they are
-        estimates in proportion to the measured step."""
+        Its ``source`` says whether the op times were measured. Otherwise they are estimates in
+        proportion to the measured step."""
 
 
 class Backend(Protocol):
-    """Knows the five verbs (trace, profile, lower, measure, restore), and what they need.
+    """Defines the five verbs (trace, profile, lower, measure, restore), and what they need.
 
-    An instance belongs to one model and one ``fit``: its memory model remembers what it saw.
+    An instance belongs to one model and one ``fit``: its memory model remembers measured peaks.
     """
 
     name: str
     compilation: str
     """``"compiled"`` or ``"ordered"``: whether a step runs as one compiled program, or op by op."""
     measures_op_times: bool
-    """Says whether a recorder tells op times; where it does not, recording steps cannot make a plan
-    better."""
+    """Says whether a recorder measures op times; if not, recording steps cannot improve a plan."""
     guesses_workspaces: bool
-    """Says whether what ops are expected to ask for, before any ran, may be far too much, as what
-    cuDNN's convolutions may. Else it is what shapes tell, or less."""
+    """Says whether the workspace expected before any op ran may be far too large, as for cuDNN's
+    convolutions. Otherwise it follows from shapes, or is less."""
     runs_slices: bool
     """Says whether traced steps have a :class:`Slicer`."""
     auto_solver: str
     """Names the solver that ``"auto"`` stands for."""
     processes: Processes
-    """Stands for those that train the model together."""
+    """Represents the processes that train the model together."""
 
     @property
     def batch_multiple(self) -> int:
-        """Returns the number of parts that a batch is divided into, one for each device: its
-        samples are a multiple of it; 1 on one device."""
+        """Returns the number of devices that a batch is divided among. The batch size is a multiple
+        of it."""
 
     @property
     def device(self) -> DeviceMemory:
-        """Returns what the device's allocator tells."""
+        """Returns the statistics of the device's allocator."""
 
     @property
     def memory(self) -> MemoryModel:
-        """Predicts the peaks that the device will show, and learns from those it showed."""
+        """Returns the model that predicts the device's peaks and learns from measured ones."""
 
     def check(self, model: Any) -> str | None:
         """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns
         a remark for the log or ``None``."""
 
     def example_batch(self, model: Any, batch: Any) -> Any:
-        """Returns ``batch`` (arrays, specs or a batch size) as what ``train_step`` gets."""
+        """Returns ``batch`` (arrays, specs or a batch size) as an argument of ``train_step``."""
 
     def resized_spec(self, batch: Any, size: int) -> Any:
-        """Returns what :meth:`trace` needs to know of a batch like ``batch`` with ``size`` samples;
+        """Returns specs, for :meth:`trace`, of a batch like ``batch`` with ``size`` samples;
         nothing is allocated.
 
         Raises:
-            UnsupportedModelError: an array whose first dimension is not the batch's.
+            UnsupportedModelError: an array's first dimension is not the batch's.
         """
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TracedStep:
         """Traces the model's train step for batches of this shape.
 
-        With micro-batches it is a step that adds up their gradients. Pure, but for variables that
-        the step makes when it is first traced (layers that are not built, an optimizer's slots).
+        With micro-batches the step adds up their gradients. Tracing changes nothing, except that
+        the first trace makes missing variables (of layers that are not built, an optimizer's
+        slots).
 
         Raises:
-            UnsupportedModelError: the step cannot be carried, or not be split.
+            UnsupportedModelError: the step is not supported, or its batch cannot be split.
         """
 
     def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:
@@ -229,8 +229,8 @@ class Backend(Protocol):
 
         Args:
             traced: the step.
-            resident_bytes: what the device has in use between steps; ``None`` where nobody knows,
-                then it is what the step's inputs need.
+            resident_bytes: bytes in use on the device between steps; ``None`` where unknown: then
+                the bytes of the step's inputs.
         """
 
     def recorder(self) -> ProfileRecorder:
@@ -247,31 +247,31 @@ class Backend(Protocol):
 
         Args:
             traced: the step.
-            problem: its graph and costs. Without a budget, a schedule that recomputes nothing may
-                run in any order.
+            problem: the step's graph and costs. Without a budget, a schedule that recomputes
+                nothing may run in any order.
             schedule: a legal order.
-            writing: how it is written for XLA, where a plan says so; only a backend that cannot ask
-                the compiler takes notice.
+            writing: how to write the schedule for XLA, where a plan says so; only a backend that
+                cannot ask the compiler uses it.
         """
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
-        """Runs once, waits for it, and returns its result with its time and the allocator's peak.
+        """Runs a function once and returns its result with its time and the allocator's peak.
 
         Args:
-            run: what is measured.
-            wait: whether it is waited for; else the time says nothing, and the peak is known where
-                memory is allocated in order of the calls.
+            run: the function to measure.
+            wait: whether to wait until the result is computed. If not, the time means nothing, and
+                the peak is known only where memory is allocated in the order of the calls.
         """
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Returns whether the framework raised ``error`` because the device had no memory left."""
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        """Copies the model's, the optimizer's and the metrics' variables to the host, and all that
-        the steps traced so far touch; what it returns puts them back.
+        """Copies variables to the host and returns a function that puts them back: the model's, the
+        optimizer's, the metrics', and all that the steps traced so far touch.
 
         Where the allocator fragments, they lie close together in its memory afterwards. After a
-        step that ran out of memory they are put back while its error is handled.
+        step that ran out of memory, put them back while its error is being handled.
         """
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
@@ -280,8 +280,8 @@ class Backend(Protocol):
 
 @contextmanager
 def preserved_state(backend: Backend, model: Any) -> Iterator[Callable[[], None]]:
-    """Afterwards the model, and all that its traced step touches, is what it was before; what it
-    gives puts that back at once."""
+    """Restores the model, and all variables that its traced step touches, at the end. It yields a
+    function that restores them at once."""
     put_back = backend.snapshot(model)
     try:
         yield put_back
@@ -293,7 +293,7 @@ def load_backend() -> Backend:
     """Returns the backend of the framework Keras runs on.
 
     Raises:
-        UnsupportedModelError: Keras runs on a framework without one, or a version is too old.
+        UnsupportedModelError: Keras's framework has no backend, or a version is too old.
     """
     loaded: Backend = _framework().backend()
     return loaded
@@ -302,17 +302,17 @@ def load_backend() -> Backend:
 def load_backends(
     model: Any, compilation: str = "auto", target: Target | None = None
 ) -> list[Backend]:
-    """Returns the backends that can train a model, the one to begin with first.
+    """Returns the backends that can train a model, the one to start with first.
 
     Args:
-        model: compiled.
+        model: a compiled model.
         compilation: one of :data:`COMPILATIONS`; ``"auto"`` follows the model.
         target: where steps would run; ``None`` is the live device. For another target steps are
-            planned, and none runs.
+            planned, but not run.
 
     Raises:
-        UnsupportedModelError: Keras runs on a framework without one, or one that cannot do what is
-            asked for, or a version is too old.
+        UnsupportedModelError: Keras's framework has no backend, or its backend does not support the
+            request, or a version is too old.
     """
     check_train_function(model, original_of(model.train_function))
     loaded: list[Backend] = _framework().backends(model, compilation, target)

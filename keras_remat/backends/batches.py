@@ -1,4 +1,4 @@
-"""Batches of arrays, specs or tensors, whatever the framework: their sizes, and parts of them."""
+"""Measures, slices and resizes batches of arrays, specs or tensors, in every framework."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from keras_remat.errors import UnsupportedModelError
 
-#: Attributes that tell arrays of no fixed size: SciPy's and JAX's sparse ones, TensorFlow's sparse
-#: and ragged ones.
+#: Attributes of arrays without a fixed size: SciPy's and JAX's sparse ones, TensorFlow's sparse and
+#: ragged ones.
 _OF_NO_FIXED_SIZE = ("todense", "dense_shape", "row_splits")
 
 
 def check_dense(leaf: Any) -> None:
-    """Raises :class:`UnsupportedModelError` for a sparse or ragged array, spec or model input: its
-    shape does not tell its size, which differs from step to step."""
+    """Raises :class:`UnsupportedModelError` for a sparse or ragged array, spec or model input,
+    whose size differs from step to step at the same shape."""
     of_input = [name for name in ("sparse", "ragged") if getattr(leaf, name, None) is True]
     array = getattr(leaf, "value_type", None) or type(leaf)  # TensorFlow's specs name the former
     if of_input or any(hasattr(array, name) for name in _OF_NO_FIXED_SIZE):
@@ -29,10 +29,10 @@ def check_dense(leaf: Any) -> None:
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """Returns the leaves of a batch as ``keras.tree.flatten`` does, in its order.
+    """Returns the leaves of a batch like ``keras.tree.flatten``, in the same order.
 
-    On PyTorch that function leaves what it is given in reference cycles: batches of steps before
-    would be in memory until Python collects garbage.
+    On PyTorch ``keras.tree.flatten`` leaves its argument in reference cycles, so earlier batches
+    would stay in memory until Python collects garbage.
     """
     if type(batch) in (tuple, list):
         return [leaf for one in batch for leaf in leaves_of(one)]
@@ -45,10 +45,10 @@ def leaves_of(batch: Any) -> list[Any]:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Returns samples in a batch: the first dimension of its first array.
+    """Returns the batch size: the first dimension of the batch's first array.
 
     Raises:
-        ValueError: no array in it has a first dimension.
+        ValueError: no array has a first dimension.
     """
     for leaf in leaves_of(batch):
         shape = getattr(leaf, "shape", None)
@@ -58,15 +58,15 @@ def batch_size_of(batch: Any) -> int:
 
 
 def uneven_shape(batch: Any) -> tuple[int, ...] | None:
-    """Returns the shape of an array that does not have the batch's samples in its first dimension;
-    ``None`` where all have."""
+    """Returns the shape of an array whose first dimension is not the batch size; ``None`` where
+    there is none."""
     samples = batch_size_of(batch)
     shapes = (tuple(leaf.shape) for leaf in leaves_of(batch) if leaf is not None)
     return next((shape for shape in shapes if shape[:1] != (samples,)), None)
 
 
 def batch_bytes(batch: Any) -> int:
-    """Returns the bytes of a batch's numbers; strings count 0, because their bytes are unknown."""
+    """Returns the bytes of a batch. Strings count as 0, since their bytes are unknown."""
     total = 0
     for leaf in leaves_of(batch):
         if leaf is not None:
@@ -76,14 +76,15 @@ def batch_bytes(batch: Any) -> int:
 
 
 def repeated_batch(batch: Any, size: int) -> Any:
-    """Returns ``size`` samples: those of ``batch`` from the first on, again and again.
+    """Returns a batch of ``size`` samples that repeats the samples of ``batch``, in order.
 
-    They are gathered on the device, where a batch of ``fit`` is: TensorFlow puts an array that is
-    converted into the device's pool or leaves it outside, as its address happens to be aligned.
+    The samples are gathered on the device, so that they lie in the device's pool like a batch of
+    ``fit``. TensorFlow leaves a converted array outside of the pool if its address happens to be
+    aligned.
 
     Args:
-        batch: arrays whose first dimension is the batch's; ``None`` stays ``None``.
-        size: samples wanted.
+        batch: arrays with the batch dimension first; ``None`` stays ``None``.
+        size: number of samples wanted.
 
     Returns:
         The framework's arrays.
@@ -112,11 +113,11 @@ def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], A
 
     Args:
         batch: arrays or specs; ``None`` stays ``None``.
-        size: samples wanted.
-        spec: makes what the framework takes for an array, of a shape and the array it is like.
+        size: number of samples wanted.
+        spec: makes the framework's spec from a shape and the array that it replaces.
 
     Raises:
-        UnsupportedModelError: an array whose first dimension is not the batch's.
+        UnsupportedModelError: an array's first dimension is not the batch size.
     """
     import keras
 

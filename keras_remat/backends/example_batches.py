@@ -1,5 +1,4 @@
-"""Makes batches to plan with: the user's arrays, arrays for the user's specs, or arrays that follow
-from the model and its losses."""
+"""Makes batches to plan with: from the user's arrays or specs, or from the model and its losses."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from keras_remat.backends.keras_private import as_fit_converts, is_own
 from keras_remat.backends.tables import names
 from keras_remat.errors import UnknownBatchError, unknown_name
 
-#: Losses whose target has the output's shape; that of the sparse one drops its last dimension.
+#: Losses whose target has the output's shape; the sparse one's lacks the last dimension.
 _SAME_SHAPE = names("""
     categorical_crossentropy binary_crossentropy mean_squared_error mse mean_absolute_error mae
     huber log_cosh kl_divergence poisson
@@ -30,25 +29,24 @@ def example_batch(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> Any:
-    """Returns ``batch`` as the NumPy arrays that ``fit`` would hand to a step, whatever form it
-    came in.
+    """Returns ``batch``, in any form, as the NumPy arrays that ``fit`` would pass to a step.
 
     Args:
         model: a Keras model; needed when ``batch`` is an int.
         batch: ``(x, y[, sample_weight])`` as arrays or as anything with ``shape`` and ``dtype``
-            (specs become random data of just that type), or an int: that many samples of what the
-            model's inputs and losses ask for.
-        seed: for random data; with ``None`` they are zeros that take no memory.
-        shapes: input's name → its shape without the batch, where ``batch`` is an int; ``""`` is the
-            name of an only input.
-        dtypes: likewise, its dtype.
+            (specs become random data of exactly that type), or an int: that many samples for the
+            model's inputs and losses.
+        seed: seed of random data; with ``None`` the data are zeros that take no memory.
+        shapes: input's name → its shape without the batch dimension, where ``batch`` is an int. The
+            name of a single input may be ``""``.
+        dtypes: input's name → its dtype, likewise.
 
     Raises:
         UnsupportedModelError: a sparse or ragged array, spec or input.
         UnknownBatchError: an int, and inputs or targets that do not follow from the model.
         ValueError: an int that is not positive or not the model's fixed batch size, arrays without
             samples or of another shape than the model's inputs, or a shape that is not fully known.
-        TypeError: a bool, another type, or numbers and lists in the place of arrays.
+        TypeError: a bool, another type, or numbers and lists instead of arrays.
     """
     import keras
 
@@ -76,24 +74,26 @@ def example_batch(
 
 
 def check_shapes(model: Any, batch: Any) -> None:
-    """Raises :class:`ValueError` where arrays have another shape, without the batch, than their
-    inputs of a functional or built Sequential model that trains as Keras's models do.
+    """Raises :class:`ValueError` where arrays have another shape than the model's inputs, the batch
+    dimension aside. Only functional and built Sequential models with Keras's own ``train_step`` are
+    checked.
 
     Args:
+        model: a Keras model.
         batch: ``(x, y[, sample_weight])`` or ``x``, of arrays or specs with every dimension.
     """
     import keras
 
     own_step = getattr(type(model), "train_step", None)
     if own_step is None or not own_step.__module__.startswith("keras."):
-        return  # it may make anything of a batch
+        return  # another train_step may do anything with a batch
     given = batch[0] if isinstance(batch, (tuple, list)) else batch
     inputs = keras.tree.flatten(_symbolic(model)[0])
     arrays = keras.tree.flatten(given)
     if isinstance(given, dict) and all(getattr(t, "name", None) in given for t in inputs):
         arrays = [given[tensor.name] for tensor in inputs]
     if len(inputs) != len(arrays):
-        return  # Keras says what it makes of them
+        return  # left to Keras
     for tensor, array in zip(inputs, arrays, strict=True):
         if tensor is None or array is None:
             continue
@@ -106,7 +106,7 @@ def check_shapes(model: Any, batch: Any) -> None:
 
 
 def _without_last_one(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape as Keras takes it where the last dimension is one too many."""
+    """Returns a shape without a last dimension of 1, which Keras drops where it is too many."""
     return shape[:-1] if shape[-1:] == (1,) else shape
 
 
@@ -136,8 +136,8 @@ def _array(leaf: Any, rng: np.random.Generator | None) -> Any:
 
 
 def _weights_per_target(batch: Any) -> Any:
-    """Returns the batch with the samples' weights for each of several targets, as ``fit`` hands
-    them to a step."""
+    """Returns the batch with the sample weights repeated for each of several targets, as ``fit``
+    passes them to a step."""
     import keras
 
     if not isinstance(batch, (tuple, list)) or len(batch) != 3:
@@ -183,23 +183,24 @@ def fixed_batch(model: Any) -> tuple[str, tuple[int | None, ...]] | None:
 
 def _symbolic(model: Any) -> tuple[Any, Any]:
     """Returns the symbolic inputs and outputs of a functional or built Sequential model; ``None``
-    for each of another one."""
+    twice for other models."""
     import keras
 
     if isinstance(model, keras.Sequential) and getattr(model, "inputs", None) and model.outputs:
-        return model.inputs[0], model.outputs[0]  # it has one of each
+        return model.inputs[0], model.outputs[0]  # a Sequential model has one of each
     return getattr(model, "input", None), getattr(model, "output", None)
 
 
 def _inputs(
     model: Any, size: int, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]
 ) -> Any:
-    """Returns specs of ``size`` samples for a model's inputs: its own, and what is given of them.
+    """Returns specs of ``size`` samples for a model's inputs, completed by ``shapes`` and
+    ``dtypes``.
 
     Raises:
         UnknownBatchError: a shape follows neither from the model nor from ``shapes``.
         UnsupportedModelError: a sparse or ragged input.
-        ValueError: a name that no input has, a shape that is not the input's.
+        ValueError: a name that no input has, or a shape that is not the input's.
     """
     import keras
 
@@ -226,9 +227,9 @@ def _inputs(
         )
     flat = keras.tree.flatten(inputs)
     names = [tensor.name for tensor in flat]
-    if isinstance(inputs, dict) and len(inputs) == len(flat):  # what fit calls them by
+    if isinstance(inputs, dict) and len(inputs) == len(flat):  # the names that fit uses
         names = sorted(inputs)
-    if len(names) == 1:  # it need not be named
+    if len(names) == 1:  # a single input's name may be left out
         shapes = {name or names[0]: shape for name, shape in shapes.items()}
         dtypes = {name or names[0]: dtype for name, dtype in dtypes.items()}
     _check_names({**shapes, **dtypes}, names)
@@ -248,7 +249,8 @@ def _check_names(given: Collection[str], names: list[str]) -> None:
 def _input(
     tensor: Any, name: str, size: int, shape: tuple[int, ...] | None, dtype: str | None
 ) -> Any:
-    """Returns the spec of one input, its shape without the batch and its dtype as given."""
+    """Returns the spec of one input; a given shape (without the batch dimension) and dtype replace
+    its own."""
     import keras
 
     check_dense(tensor)
@@ -282,12 +284,12 @@ def _from_model(
     if outputs is None or shapes:
         try:
             outputs = model.compute_output_spec(specs)
-        except Exception as error:  # whatever the layers of a user's model raise
+        except Exception as error:  # layers of a user's model may raise anything
             told = keras.tree.map_structure(lambda t: tuple(t.shape), specs)
             raise ValueError(f"the model takes no inputs of shape {told}: {error}") from error
     loss = getattr(model, "loss", None)
     if loss is None and not _computes_its_loss(model):
-        return x, None  # what its layers add is the loss
+        return x, None  # its layers add the loss
     losses: Any = (
         loss
         if isinstance(loss, (list, tuple, dict))
@@ -295,7 +297,7 @@ def _from_model(
     )
     if isinstance(losses, dict) and isinstance(outputs, dict):
         outputs = {name: output for name, output in outputs.items() if name in losses}
-        losses = {name: losses[name] for name in outputs}  # targets of those that have a loss
+        losses = {name: losses[name] for name in outputs}  # only outputs with a loss have targets
     elif isinstance(losses, dict):
         flat = keras.tree.flatten(outputs)
         losses = (
@@ -311,8 +313,8 @@ def _from_model(
 
 
 def _computes_its_loss(model: Any) -> bool:
-    """Returns whether a model has a ``train_step`` or ``compute_loss`` of its own, whose targets
-    nobody knows."""
+    """Returns whether a model overrides ``train_step`` or ``compute_loss``, so that its targets are
+    unknown."""
     import keras
 
     return any(is_own(model, name, keras.Model) for name in ("train_step", "compute_loss"))

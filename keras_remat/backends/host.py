@@ -1,4 +1,4 @@
-"""How much memory the machine gives this process."""
+"""Finds how much memory the machine gives this process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from keras_remat.units import MIB
 
-#: Address space kept out of an ``RLIMIT_AS``, beside a tenth of what is left, and more for every
-#: core: a process that cannot start a thread aborts, and a thread takes a stack and a heap of its
-#: own.
+#: Address space kept free under an ``RLIMIT_AS``, beside a tenth of the room left: fixed bytes, and
+#: bytes per core. A process that cannot start a thread aborts, and every thread takes a stack and a
+#: heap.
 _RESERVED_ADDRESS_BYTES, _RESERVED_BYTES_PER_CORE = 64 * MIB, 32 * MIB
 
 
 def cores() -> int:
-    """Returns how many processor cores this process may use; all, where no system call tells."""
+    """Returns how many processor cores this process may use; all where the system cannot say."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -30,18 +30,18 @@ def _reserved_bytes() -> int:
 
 @contextmanager
 def address_space_for_threads() -> Iterator[None]:
-    """Keeps some of a limited address space from what runs inside, so that threads can be started
-    after it.
+    """Reserves part of a limited address space while the context lasts, so that threads can be
+    started afterwards.
 
-    An allocator that grows by doubling takes what is left of the address space when it gets less
-    than it asks for.
+    An allocator that grows by doubling takes all the rest of the address space when it cannot
+    double.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     kept: mmap.mmap | None = None
     if soft != resource.RLIM_INFINITY:
         try:
-            kept = mmap.mmap(-1, _reserved_bytes())  # never touched: no memory stands behind it
-        except OSError:  # there is not that much left
+            kept = mmap.mmap(-1, _reserved_bytes())  # never touched, so it uses no memory
+        except OSError:  # not enough address space is left
             kept = None
     try:
         yield
@@ -51,14 +51,14 @@ def address_space_for_threads() -> Iterator[None]:
 
 
 def host_memory_bytes(in_use_bytes: int) -> int:
-    """Returns the least of the machine's memory, the container's limit (cgroup) and what the
-    address space limit (``RLIMIT_AS``) leaves.
+    """Returns the least of the machine's memory, the container's limit (cgroup) and the room left
+    by the address space limit (``RLIMIT_AS``), in bytes.
 
-    Threads' stacks, Python and the planner take from the same address space, so some of it is left
-    for them.
+    Threads' stacks, Python and the planner use the same address space, so some of it is kept for
+    them.
 
     Args:
-        in_use_bytes: of what is mapped, the bytes that tensors take: they count as available.
+        in_use_bytes: bytes of tensors, which are mapped but count as available.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -1,4 +1,4 @@
-"""The train function that takes the place of Keras's own while a ``fit`` runs."""
+"""Installs a train function in the place of Keras's own while a ``fit`` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from keras_remat.backends import keras_private
 from keras_remat.errors import UnsupportedModelError, without_inner_frames
 
-#: What was trainable when a function of Keras's was first seen to train.
+#: Keras's train function → trainable flags of the layers when it was first seen to train.
 _FIRST_TRAINED: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
 
 
@@ -24,65 +24,65 @@ class Caller(Enum):
     LOOP = "loop"
     """A loop of the user's own, by ``train_on_batch``: the batch is trained at once."""
     GUEST = "guest"
-    """Another callback, by ``train_on_batch`` in the middle of ``fit``: the same."""
+    """Another callback, by ``train_on_batch`` in the middle of ``fit``: likewise."""
     INNER = "inner"
     """Another ``fit`` of the model, in the middle of this one: Keras's own step trains it."""
     NOBODY = "nobody"
-    """Nobody it was installed for: that ``fit`` has ended without notice."""
+    """Somebody else: the ``fit`` it was installed for has ended without notice."""
 
 
 class StepRunner(Protocol):
-    """Says what an installed train function asks, in Keras's loop."""
+    """Defines the calls that an installed train function makes in Keras's loop."""
 
     def run(self, batch: Any) -> Any:
-        """Trains a batch and returns logs. What it raises passes through, after the original train
+        """Trains a batch and returns logs. Its errors pass through, after the original train
         function is back."""
 
     def run_settled(self, batch: Any) -> Any:
-        """Trains a batch and returns logs, where its step is settled: at little more than the cost
-        of a call of it. Returns ``None``, and has done nothing, where it is not."""
+        """Trains a batch and returns logs if its step is settled, at little more than the cost of
+        the step. Otherwise does nothing and returns ``None``."""
 
     def run_alone(self, batch: Any, caller: Caller) -> Any:
         """Trains a batch of ``train_on_batch`` at once, and returns its logs."""
 
     def finish(self) -> Any:
-        """Trains what was held back, since the epoch's data is over; returns logs, or ``None``
-        where nothing was."""
+        """Trains held-back batches at the end of the epoch's data. Returns logs, or ``None`` where
+        there were none."""
 
     def caller(self, iterator: Any) -> Caller:
-        """Says who calls; asked once before every call. ``NOBODY``'s call is the original's."""
+        """Returns who calls; asked once before every call. For ``NOBODY`` the original function is
+        called."""
 
     def begin_anew(self) -> None:
-        """Notes that the model's step is another one: nothing that is known of it holds."""
+        """Notes that the model's step has changed: all knowledge of it is void."""
 
     def stop(self) -> None:
-        """Ends what runs beside the steps; a second time, it does nothing."""
+        """Ends the work beside the steps; a second call does nothing."""
 
     def is_last_call(self) -> bool:
         """Returns whether Keras makes no further call in this epoch."""
 
 
 class Installed(ABC):
-    """Is a train function that has taken the place of Keras's own; see
+    """Replaces Keras's own train function; see
     :meth:`keras_remat.backends.base.Backend.install`.
 
     Args:
-        model: inside ``fit``, whose ``train_function`` Keras has made.
-        runner: is asked for every batch, and says whose a call is. A call of nobody means that the
-            ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
-            train function then comes back and takes it.
+        model: the model, inside ``fit``, whose ``train_function`` Keras has made.
+        runner: trains every batch, and says who calls. ``Caller.NOBODY`` means that the ``fit``
+            this was made for has ended without notice (an exception, Ctrl-C): then the original
+            train function is put back and takes the call.
 
     Attributes:
         original: the train function that Keras has made.
     """
 
     returns_state = False
-    """Says whether a call's result has to be Keras's, also where the call trained only what was
-    held back: the state is in it."""
+    """Says whether a call that trained only held-back batches must return a result, too, because
+    the state is in it."""
 
     counts_no_empty_step = False
-    """Says whether the original counts an update where it finds no batch any more, and this one
-    does not."""
+    """Says whether the original counts an update when no batch is left, while this one does not."""
 
     def __init__(self, model: Any, runner: StepRunner):
         self._model, self._runner = model, runner
@@ -94,11 +94,11 @@ class Installed(ABC):
         caller = self._caller(iterator)
         return self.original(iterator) if caller is None else self._trained(iterator, caller)
 
-    #: What is raised where the data has ended: no reason to give the original back.
+    #: Errors that mean the end of the data: the original is not put back for them.
     end_of_data: tuple[type[Exception], ...] = (StopIteration,)
 
     def _trained(self, iterator: Any, caller: Caller) -> Any:
-        """Trains a call's batches, and gives the original back where that raises."""
+        """Trains a call's batches; puts the original back where that raises."""
         try:
             if caller is not Caller.FIT:
                 batch = self._prepared(self._read(next(iter(iterator))))
@@ -118,11 +118,12 @@ class Installed(ABC):
         return None if caller in (Caller.NOBODY, Caller.INNER) else caller
 
     def _read(self, batch: Any) -> Any:
-        """Returns a batch of Keras's iterator as the runner gets it."""
+        """Returns a batch of Keras's iterator in the form for the runner."""
         return batch
 
     def _prepared(self, batch: Any) -> Any:
-        """Returns what was read as arrays of the framework, where a settled step needs none."""
+        """Converts a batch to the framework's arrays, if :meth:`_read` has not: a settled step may
+        not need them."""
         return batch
 
     def _steps(self, iterator: Iterator[Any]) -> Any:
@@ -147,7 +148,7 @@ class Installed(ABC):
         return logs
 
     def as_given(self, batch: Any) -> Any:
-        """Returns a batch that was held on the host as Keras's iterator would give it: divided
+        """Returns a batch held on the host in the form that Keras's iterator would yield: divided
         among the devices, where there are several."""
         return batch
 
@@ -156,18 +157,18 @@ class Installed(ABC):
         """Runs Keras's own step on a batch."""
 
     def variables(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model's variables have their values, and what is assigned
-        to them counts for the next step."""
+        """Returns a context in which the model's variables have their values, and assignments to
+        them hold for the next step."""
         return nullcontext()
 
     @property
     def is_aside(self) -> bool:
-        """Returns whether the original is in place, and called without this one."""
+        """Returns whether the original is in place and is called directly."""
         return self._model.train_function is self.original
 
     @property
     def is_disturbed(self) -> bool:
-        """Returns whether another train function is in this one's place, or the framework was asked
+        """Returns whether another train function has replaced this one, or the framework was asked
         to run functions eagerly."""
         return self._model.train_function is not self or self._runs_eagerly()
 
@@ -177,18 +178,17 @@ class Installed(ABC):
             self._model.train_function = self.original
 
     keeps_first_trace = False
-    """Says whether the original trains, as long as there is one of it, what the model was when it
-    was traced."""
+    """Says whether the original keeps its first trace, and so trains the model as it was then."""
 
     @property
     def is_traced(self) -> bool:
-        """Returns whether the original has a trace of before: it may train a model of which no new
-        one can be made."""
+        """Returns whether the original has an earlier trace. It may train a model that can no
+        longer be traced."""
         return False
 
     def changed_layers(self) -> list[str]:
-        """Returns the layers whose ``trainable`` is another one than when the original was first
-        traced, as far as a ``fit`` with the callback has seen that; only where it matters."""
+        """Returns the layers whose ``trainable`` has changed since a ``fit`` with the callback
+        first saw the original; empty unless the original keeps its first trace."""
         if not self.keeps_first_trace:
             return []
         now = keras_private.trainable_flags(self._model)
@@ -204,21 +204,21 @@ class Installed(ABC):
             )
 
     def _runs_eagerly(self) -> bool:
-        """Returns whether the framework was asked to run functions eagerly; on PyTorch, where all
-        steps do and are recorded, it is not."""
+        """Returns whether the framework was asked to run functions eagerly. False on PyTorch, where
+        all steps run eagerly and are recorded."""
         return False
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits for the steps that the original was called for."""
+        """Waits for the end of the steps that the original was called for."""
 
     def take_place(self) -> bool:
-        """Replaces the train function that was put back, or made anew, meanwhile.
+        """Replaces the train function that was put back or newly made meanwhile.
 
         Returns:
-            Whether it was made anew: the model may be another one since.
+            Whether it was newly made: then the model may have changed.
         """
-        if self._model.train_function is None:  # it was compiled anew, and nothing was made since
+        if self._model.train_function is None:  # the model was compiled again and not trained since
             self._model.make_train_function()
         current = self._model.train_function
         if current is self:
@@ -230,22 +230,22 @@ class Installed(ABC):
         return anew
 
     def give_back(self) -> None:
-        """Ends what runs beside the steps, and puts the original back."""
+        """Ends the work beside the steps and puts the original back."""
         try:
             self._runner.stop()
         finally:
             self.restore()
 
     def restore(self) -> None:
-        """Puts the original back, unless somebody else has replaced this one meanwhile; does
-        nothing the second time."""
+        """Puts the original back, unless other code has replaced this one meanwhile; a second call
+        does nothing."""
         if self._model.train_function is self:
             self._model.train_function = self.original
 
 
 def original_of(function: Any) -> Any:
-    """Returns a train function, or the one in whose place it is: of a ``fit`` that ended without
-    notice it may be there still."""
+    """Returns the train function that an installed one replaces; any other function itself. An
+    installed one may be left over from a ``fit`` that ended without notice."""
     while isinstance(function, Installed):
         function = function.original
     return function
@@ -253,7 +253,7 @@ def original_of(function: Any) -> Any:
 
 def check_train_function(model: Any, function: Any) -> None:
     """Raises :class:`UnsupportedModelError` where a model is not trained by Keras's own train
-    function: what another one does with its batches is not known."""
+    function: another one may do anything with its batches."""
     name = keras_private.replaced_machinery(model, function)
     if name is not None:
         raise UnsupportedModelError(

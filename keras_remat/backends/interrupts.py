@@ -1,13 +1,13 @@
-"""Ctrl-C where it must not come: it waits.
+"""Delays Ctrl-C where it would do damage.
 
-*While PyTorch records a step*, its C++ asks Python how each call is to be made, where no exception
-may pass: Ctrl-C at that moment ends the process, and with it what was trained so far (at 4 of 120
-random moments of a small model's recording, PyTorch 2.13). Where a tensor is freed whose end is
-watched, Python drops it.
+*While PyTorch records a step*, its C++ asks Python how to make each call, and no exception may pass
+there. Ctrl-C at that moment ends the process and loses the training (at 4 of 120 random moments of
+a small model's recording, PyTorch 2.13). In the callback of a tensor that is freed, Python drops
+Ctrl-C.
 
-*While JAX runs a step*, the state is consumed. Python sees Ctrl-C when the call returns, and drops
-the new state with it: all weights were lost at 4 of 10 random moments of a small model's plan.
-Keras's own fit has lost them at 7 of 11 (JAX 0.10.2).
+*While JAX runs a step*, the step consumes the old state. Python handles Ctrl-C when the call
+returns, and drops the new state with it: all weights were lost at 4 of 10 random moments of a small
+model's plan. Keras's own fit lost them at 7 of 11 (JAX 0.10.2).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from types import FrameType
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Has Ctrl-C take effect when the context ends; pressed again, at once.
+    """Delays Ctrl-C until the context ends. Pressed a second time, it takes effect at once.
 
-    Known limit: in another thread than Python's first one nothing is put off. It gets none.
+    Known limit: it does nothing outside of Python's main thread, which alone receives Ctrl-C.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""What Keras does not promise to keep, and every backend needs."""
+"""Wraps Keras's private API, which may change and every backend needs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-#: The place of Keras's generator of seeds among its global attributes; newer versions have a
-#: constant for it.
+#: Name of Keras's seed generator among its global attributes; newer versions have a constant for
+#: it.
 GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 
@@ -23,8 +23,8 @@ def layers(model: Any) -> list[Any]:
 
 def build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
-    before its first step. Where Keras cannot build the model (it has no ``call``), it would take it
-    for built the next time: it stays what it was."""
+    before its first step. Where Keras cannot build the model (without a ``call``), it marks it as
+    built anyway; the mark is undone."""
     was_built = model.built
     try:
         model._symbolic_build(data_batch=batch)
@@ -34,19 +34,20 @@ def build(model: Any, batch: Any) -> None:
 
 
 def has_its_metrics(model: Any) -> bool:
-    """Returns whether the metrics that a model was compiled with are made."""
+    """Returns whether a model's compiled metrics are built."""
     metrics = model._compile_metrics
     return metrics is None or bool(metrics.built)
 
 
 def build_losses_and_metrics(model: Any, batch: Any) -> None:
-    """Makes the objects of a compiled model's losses and metrics, as its first step would.
+    """Builds a compiled model's losses and metrics, as its first step would.
 
-    A model whose outputs are only known when it is called, or that counts in its own way, makes
-    them itself: a call may have effects.
+    Left out are models whose outputs are known only when called, since a call may have effects, and
+    models that override the step, the loss or the metrics. They build them in their first step.
 
     Args:
-        batch: specs, in the structure that ``fit`` gives.
+        model: a compiled model.
+        batch: specs of the batch, in ``fit``'s structure.
     """
     import keras
     from keras.src.models.functional import Functional
@@ -55,7 +56,7 @@ def build_losses_and_metrics(model: Any, batch: Any) -> None:
     if any(is_own(model, name, keras.Model) for name in steps):
         return
     if isinstance(model, keras.Sequential) and not is_own(model, "call", keras.Sequential):
-        if not hasattr(model, "outputs"):  # not before it is built
+        if not hasattr(model, "outputs"):  # the model is not built yet
             return
         outputs = model.outputs[0]
     elif isinstance(model, Functional) and not is_own(model, "call", Functional):
@@ -72,15 +73,15 @@ def build_losses_and_metrics(model: Any, batch: Any) -> None:
     losses, metrics = model._compile_loss, model._compile_metrics
     for_losses = _in_structure_of(outputs, targets)
     if losses is not None and not losses.built and for_losses is not None:
-        with keras.name_scope(losses.name):  # as when it is called
+        with keras.name_scope(losses.name):  # the scope of its call
             losses.build(for_losses, outputs)
     if metrics is not None and not metrics.built:
         metrics.build(targets, outputs)
 
 
 def _in_structure_of(outputs: Any, targets: Any) -> Any:
-    """Returns targets as Keras builds losses for them; ``None`` where they are in another structure
-    than the outputs, such as a ``dict`` for a ``list``, which Keras resolves in its own way."""
+    """Returns targets in the structure for which Keras builds losses; ``None`` where targets and
+    outputs differ in structure, such as a ``dict`` for a ``list``, which Keras resolves itself."""
     import keras
 
     def is_sequence(given: Any) -> bool:
@@ -96,15 +97,15 @@ def _in_structure_of(outputs: Any, targets: Any) -> Any:
 
 
 def is_own(model: Any, name: str, base: type) -> bool:
-    """Returns whether a model has another method of that name than a class of Keras."""
+    """Returns whether a model overrides the method ``name`` of Keras's class ``base``."""
     return name in vars(model) or getattr(type(model), name, None) is not getattr(base, name, None)
 
 
 @contextmanager
 def seed_generator_in_place() -> Iterator[None]:
-    """Makes Keras's generator of seeds of the whole program first, where there is none yet: what
-    draws from it inside would make it of stand-ins for arrays. If nothing draws from it, it goes
-    again, and what Python drew for it is given back, as is the number in its name."""
+    """Makes Keras's global seed generator at the start, if there is none yet. Otherwise a first
+    draw inside the context would make it from stand-ins for arrays. If nothing draws from it, it is
+    removed at the end, and Python's random state and the number in its name are restored."""
     from keras.src.backend.common import global_state
     from keras.src.random import seed_generator
 
@@ -146,9 +147,9 @@ def masks(arrays: Any) -> list[Any]:
 
 
 def as_fit_converts(array: Any) -> np.ndarray | None:
-    """Returns an array as ``fit`` hands it to a step: floats in Keras's own type, a Series as a
-    column; ``None`` for what ``fit`` takes for no array (a number, a list). A tensor of TensorFlow
-    keeps its type, as the elements of a ``tf.data.Dataset`` do."""
+    """Returns an array as ``fit`` passes it to a step: floats in Keras's float type, a Series as a
+    column. Returns ``None`` for values that ``fit`` does not accept as arrays (a number, a list). A
+    tensor of TensorFlow keeps its dtype, like the elements of a ``tf.data.Dataset``."""
     from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
     if not array_slicing.can_slice_array(array):
@@ -167,7 +168,7 @@ def _is_text(array: Any) -> bool:
 
 
 def records_steps(callback: Any) -> bool:
-    """Returns whether a callback is a ``TensorBoard`` that records steps, or is going to."""
+    """Returns whether a callback is a ``TensorBoard`` that records steps, now or later."""
     if not getattr(callback, "_should_trace", False):
         return False
     is_later = getattr(callback, "_global_train_batch", 0) <= getattr(callback, "_stop_batch", 0)
@@ -175,10 +176,11 @@ def records_steps(callback: Any) -> bool:
 
 
 def replaced_machinery(model: Any, function: Any) -> str | None:
-    """Returns the name of what a model has in the place of Keras's way from a batch to
-    ``train_step``; ``None`` where it is Keras's.
+    """Returns the name of a method or function that replaces Keras's own between a batch and
+    ``train_step``; ``None`` where none does.
 
     Args:
+        model: the model.
         function: the model's train function; ``None`` where it was not made yet.
     """
     for name in ("make_train_function", "_make_function"):
@@ -199,12 +201,12 @@ def call_for_training(model: Any, x: Any) -> Any:
 
 
 def track_loss(model: Any, loss: Any, samples: int) -> None:
-    """Takes the loss of some samples into the mean that the logs tell."""
+    """Adds the loss of some samples to the mean in the logs."""
     model._loss_tracker.update_state(loss, sample_weight=samples)
 
 
 def trainable_flags(model: Any) -> dict[str, bool]:
-    """Returns of every layer of a model, by its path, whether it is trainable."""
+    """Returns path of a layer → whether the layer is trainable."""
     return {layer.path: bool(layer.trainable) for layer in layers(model)}
 
 
@@ -233,8 +235,9 @@ def _has_samples_of_one_shape(spec: Any) -> bool:
 
 
 def samples_of_batches(epoch_iterator: Any, batches: int) -> tuple[int, int] | None:
-    """Returns how many samples an epoch's first batches have, and how many batches those are where
-    there are fewer; ``None`` where the data are no arrays, whose batches nobody can tell before."""
+    """Returns how many samples the first ``batches`` batches of an epoch have, and how many batches
+    they are, since there may be fewer; ``None`` for data other than arrays, whose batches are not
+    known in advance."""
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
     adapter = getattr(epoch_iterator, "data_adapter", None)
@@ -246,30 +249,30 @@ def samples_of_batches(epoch_iterator: Any, batches: int) -> tuple[int, int] | N
 
 
 def validation_batch_size(model: Any) -> int | None:
-    """Returns the samples of the largest batch that ``fit`` is about to validate with; ``None``
-    where that is not known."""
+    """Returns the size of the largest batch that ``fit`` is about to validate with; ``None`` where
+    unknown."""
     adapter = getattr(getattr(model, "_eval_epoch_iterator", None), "data_adapter", None)
     size = getattr(adapter, "batch_size", None)
     if not isinstance(size, int) or size <= 0:
         return None
-    only = getattr(adapter, "num_batches", None) == 1  # which may be smaller
+    only = getattr(adapter, "num_batches", None) == 1  # a single batch may be smaller
     return getattr(adapter, "partial_batch_size", None) or size if only else size
 
 
 def validation_samples(model: Any) -> int | None:
-    """Returns how many samples ``fit`` is about to validate with; ``None`` where they are no
-    arrays, which Keras puts into batches."""
+    """Returns how many samples ``fit`` is about to validate with; ``None`` for data other than
+    arrays."""
     told = samples_of_batches(model._eval_epoch_iterator, sys.maxsize)
     return None if told is None else told[0]
 
 
 def validate_in(model: Any, data: tuple[Any, Any, Any], batch_size: int) -> None:
-    """Has ``fit`` validate in batches of another size, as its ``validation_batch_size`` would.
+    """Makes ``fit`` validate in batches of another size, as its ``validation_batch_size`` would.
 
     Args:
-        model: about to validate; Keras has not yet asked for the first batch.
+        model: a model about to validate; Keras has not asked for the first batch yet.
         data: inputs, targets and weights of the validation.
-        batch_size: of the batches.
+        batch_size: new size of the batches, in samples.
     """
     iterator, (x, y, sample_weight) = model._eval_epoch_iterator, data
     strategy = getattr(model, "distribute_strategy", None)  # on TensorFlow
@@ -281,8 +284,7 @@ def validate_in(model: Any, data: tuple[Any, Any, Any], batch_size: int) -> None
 
 
 def metric_functions(model: Any) -> list[Any]:
-    """Returns the metrics that a model's validation tells, and the functions that they are means
-    of."""
+    """Returns the metrics of a model's validation, and the functions that they average."""
     held = [one for metric in model.metrics for one in getattr(metric, "metrics", [metric])]
     return held + [one._fn for one in held if hasattr(one, "_fn")]
 
@@ -297,14 +299,14 @@ def is_on_one_device(model: Any) -> bool:
 
 
 def trains_always(layer: Any) -> bool:
-    """Returns whether a layer is called in a model as in training, also where it validates."""
+    """Returns whether a model calls a layer with ``training=True``, also in validation."""
     nodes = getattr(layer, "_inbound_nodes", ())
     return any(node.arguments.kwargs.get("training") for node in nodes)
 
 
 def samples_counted(model: Any) -> int | None:
-    """Returns how many samples the loss was taken of since the metrics were reset; ``None`` where
-    the model's step does not count them, or while its variables have no values."""
+    """Returns the count of samples in the loss since the metrics were reset; ``None`` where the
+    model's step does not count samples, or while its variables have no values."""
     count = getattr(getattr(model, "_loss_tracker", None), "count", None)
     if count is None or getattr(count, "_value", None) is None:
         return None
@@ -312,14 +314,14 @@ def samples_counted(model: Any) -> int | None:
 
 
 def attention_layers(model: Any) -> dict[Any, bool | None]:
-    """Returns the layers of a model that may leave attention to a library's kernel (flash
-    attention), and whether they ask for that; ``None`` where Keras decides."""
+    """Returns layers that may use a library's kernel for attention (flash attention) → whether they
+    ask for it; ``None`` where Keras decides."""
     chosen = {layer: getattr(layer, "_flash_attention", False) for layer in layers(model)}
     return {layer: asks for layer, asks in chosen.items() if asks is not False}
 
 
 def cudnn_lstms(model: Any) -> list[Any]:
-    """Returns the layers of a model that cuDNN may compute as a whole on a GPU."""
+    """Returns the LSTM layers of a model that cuDNN may compute as a whole on a GPU."""
     import keras
 
     return [
@@ -336,7 +338,7 @@ def cudnn_lstms(model: Any) -> list[Any]:
 
 @contextmanager
 def without_cudnn(model: Any) -> Iterator[None]:
-    """Has a model's layers compute attention and LSTMs themselves."""
+    """Makes a model's layers compute attention and LSTMs without cuDNN or flash attention."""
     attending = attention_layers(model)
     recurrent = {layer: layer.use_cudnn for layer in cudnn_lstms(model)}
     try:
@@ -354,7 +356,7 @@ def without_cudnn(model: Any) -> Iterator[None]:
 
 @contextmanager
 def wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Puts ``replacement`` in the place of a method, which becomes its first argument."""
+    """Replaces a method by ``replacement``, whose first argument is the original method."""
     original, own = getattr(owner, name), vars(owner).get(name)
 
     def method(*args: Any, **options: Any) -> Any:

@@ -1,12 +1,11 @@
-"""What training a batch in micro-batches means, whatever the framework: which models allow it, and
-where a batch is split.
+"""Splits batches into micro-batches, in every framework, and checks which models allow it.
 
-The micro-batches' gradients are weighted by their share of the samples, so for losses that are
+The micro-batches' gradients are weighted by their share of the samples. So for losses that are
 means over the batch (Keras's default reduction) the sum is the gradient of the whole batch, up to
-the order of floating-point additions. What looks at a whole batch does not get to see one: batch
-normalization normalizes over a micro-batch, and its moving averages move once per micro-batch. A
-loss of that kind is refused (:func:`check_can_be_split`, :func:`watched_micro_batches`); other
-parts of a model are named.
+the order of floating-point additions. Parts of a model that need the whole batch do not get it:
+batch normalization normalizes over a micro-batch, and its moving averages move once per
+micro-batch. A loss that needs the whole batch is refused (:func:`check_can_be_split`,
+:func:`watched_micro_batches`); other such parts are reported to the user.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from keras_remat.errors import UnsupportedModelError
 logger = logging.getLogger(__name__)
 
 SEPARATION = "next_micro_batch"
-"""The scope of operations that only make a micro-batch wait for the one before."""
+"""Scope of operations that only make a micro-batch wait for the last one."""
 
 STEP_METHODS = ("train_step", "compute_loss", "stateless_compute_loss", "compute_loss_and_updates")
-"""What a model may override, and then computes a loss that need be no mean over the batch."""
+"""Methods that a model may override. Then its loss need not be a mean over the batch."""
 
 
-#: Samples whose loss is computed together and apart, and the most numbers that one may have.
+#: How many samples' losses are computed both together and apart, and the most numbers in a sample.
 _COMPARED_SAMPLES, _MOST_NUMBERS = 4, 2**18
 
 
 def check_can_be_split(model: Any) -> None:
-    """Raises :class:`UnsupportedModelError` when summed gradients of micro-batches would not be
-    those of the batch: the model has a ``train_step`` or ``compute_loss`` of its own, or a loss
-    that is no mean over the batch."""
+    """Raises :class:`UnsupportedModelError` where summed gradients of micro-batches would differ
+    from the batch's: the model overrides ``train_step`` or ``compute_loss``, or its loss is not a
+    mean over the batch."""
     import keras
 
     for name in STEP_METHODS:
@@ -72,8 +71,8 @@ def check_can_be_split(model: Any) -> None:
 
 
 def check_no_masks(predicted: Any) -> None:
-    """Raises :class:`UnsupportedModelError` where outputs have masks: the loss is a mean over what
-    is not masked, and micro-batches have different shares of that."""
+    """Raises :class:`UnsupportedModelError` where outputs have masks: the loss is a mean over
+    unmasked values, of which micro-batches have different shares."""
     if any(mask is not None for mask in masks(predicted)):
         raise UnsupportedModelError(
             "The model's output is masked: its loss is a mean over what is not masked, and "
@@ -87,16 +86,18 @@ def watched_micro_batches(
 ) -> Iterator[list[str]]:
     """Watches a step in ``count`` micro-batches while it is traced.
 
-    Gives a list of sentences for the user, complete afterwards: what will differ from a step of the
-    whole batch.
+    Yields a list of sentences for the user on how the step will differ from one of the whole batch.
+    The list is complete at the end.
 
-    A loss that is no mean over the batch is recognized by its values before they are reduced. It
-    masks some of them (an ignored class). Or it has fewer values than samples: Dice and Tversky,
-    and functions that reduce by themselves, by a sum or a mean. Or the value of a sample changes
-    with the other samples of the batch (contrastive losses).
+    A loss that is not a mean over the batch is recognized by its values before reduction. It masks
+    some of them (an ignored class). Or it has fewer values than samples: Dice and Tversky, and
+    functions that reduce by themselves, by a sum or a mean. Or the value of a sample changes with
+    the other samples of the batch (contrastive losses).
 
     Args:
-        eagerly: a context in which what is computed is not traced.
+        model: the model.
+        count: number of micro-batches.
+        eagerly: returns a context in which computations are not traced.
 
     Raises:
         UnsupportedModelError: inside, where such a loss is computed.
@@ -131,8 +132,8 @@ class _Watch:
     """Stands in for methods of Keras while a step in micro-batches is traced.
 
     Attributes:
-        layers: names of those that move state of theirs.
-        metrics: names of those that are one number for a batch.
+        layers: names of layers that change their state.
+        metrics: names of metrics that are one number for a batch.
     """
 
     def __init__(self, model: Any, eagerly: Callable[[], AbstractContextManager[Any]]):
@@ -143,7 +144,7 @@ class _Watch:
             for variable in layer.non_trainable_weights
             if layer is not model
         }
-        self._checked: set[int] = set()  # losses
+        self._checked: set[int] = set()  # ids of losses
         self.layers: dict[str, None] = {}
         self.metrics: dict[str, None] = {}
 
@@ -188,8 +189,8 @@ def _listed(names: dict[str, None]) -> str:
 
 
 def _check_samples_are_apart(name: str, compute: Any, y_true: Any, y_pred: Any) -> None:
-    """Raises where a loss gives samples other numbers when others are beside them, by made-up
-    predictions; says nothing where it cannot be computed of those."""
+    """Raises where a loss gives a sample other numbers with other samples beside it. It is tried on
+    made-up predictions; a loss that cannot be computed from them passes."""
     import keras
 
     drawn, half = np.random.default_rng(0), _COMPARED_SAMPLES // 2
@@ -210,7 +211,7 @@ def _check_samples_are_apart(name: str, compute: Any, y_true: Any, y_pred: Any) 
             ).astype("float32")
             for rows in (slice(None), slice(half), slice(half, None))
         )
-    except Exception as error:  # shapes may be unknown, and the loss want other numbers
+    except Exception as error:  # shapes may be unknown, or the loss may need other numbers
         logger.debug("keras_remat: the loss %r is not tried on made-up numbers: %s", name, error)
         return
     if not np.allclose(together, np.concatenate(apart), rtol=1e-2, atol=1e-4, equal_nan=True):
@@ -236,11 +237,11 @@ def _check_values(name: str, values: Any, predicted: Any) -> None:
 
 
 def micro_batches_of(batch: Any, count: int) -> Iterator[tuple[Any, int, float]]:
-    """Returns ``count`` micro-batches of similar size, each with its number of samples, and its
-    share of the batch's.
+    """Returns ``count`` micro-batches of similar size, each with its number of samples and its
+    share of the batch.
 
     Raises:
-        UnsupportedModelError: an array does not have the batch's samples.
+        UnsupportedModelError: an array's first dimension is not the batch size.
     """
     samples, uneven = batch_size_of(batch), uneven_shape(batch)
     if uneven is not None:

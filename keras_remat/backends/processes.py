@@ -1,10 +1,11 @@
-"""Processes that train one model together: what is decided in one of them holds in all.
+"""Lets processes that train one model together make the same decisions.
 
-Each runs the same script on devices of its own, and every step is one program on all devices. A
-process that ran another program, or none, would be waited for without end. So nothing that differs
-from one process to another may decide: plans and predictions are the first process's
-(:func:`decided_once`), of what is measured the most counts, and what one of them cannot make
-(:func:`made_by_all`) none has. Where a process fails, the others end with its reason.
+Each process runs the same script on its own devices, and every step is one program on all devices.
+If one process ran another program, or none, the others would wait for ever. So no decision may
+depend on anything that differs between processes. Plans and predictions are the first process's
+(:func:`decided_once`). The largest of the processes' measurements counts. Where one process cannot
+make something, none makes it (:func:`made_by_all`). Where a process fails, the others end with its
+reason.
 """
 
 from __future__ import annotations
@@ -18,68 +19,69 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class Processes:
-    """Stands for all processes that train a model, as one of them sees them; here it is the only
-    one.
+    """Represents all processes that train a model, as seen by one of them. In this class there is
+    only one.
 
-    Every method but :meth:`end` and :meth:`fail` is called by all of them, in the same order.
+    All processes call every method but :meth:`end` and :meth:`fail`, in the same order.
     """
 
     count: int = 1
-    """Says how many there are."""
+    """Number of processes."""
 
     def begin(self, setting: Mapping[str, str]) -> None:
-        """Begins a ``fit``, once all have come to it.
+        """Begins a ``fit`` once all processes have reached it.
 
         Args:
-            setting: name → what has to be the same in all of them.
+            setting: name → a setting that must be the same in all processes.
 
         Raises:
-            UnsupportedModelError: it is not the same.
-            ProcessFailedError: another process has failed, or did not come.
+            UnsupportedModelError: a setting differs.
+            ProcessFailedError: another process has failed, or did not reach the ``fit``.
         """
 
     def end(self) -> None:
-        """Ends the ``fit``; a second time, it does nothing."""
+        """Ends the ``fit``; a second call does nothing."""
 
     def fail(self, error: BaseException) -> None:
         """Ends the ``fit`` of all processes, because of an error in this one."""
 
     def most(self, *numbers: int) -> list[int]:
-        """Returns the largest that any process has of each number."""
+        """Returns for each number the largest of all processes."""
         return list(numbers)
 
     def least(self, *numbers: int) -> list[int]:
-        """Returns the smallest that any process has of each number."""
+        """Returns for each number the smallest of all processes."""
         return list(numbers)
 
     def of_first(self, make: Callable[[], Result]) -> Result:
-        """Returns, or raises, what the first process makes; the others make nothing."""
+        """Returns the first process's result of ``make``, or raises its error. The others do not
+        call ``make``."""
         return make()
 
     def of_all(self, make: Callable[[], Result]) -> Result:
-        """Returns what this process makes, where all of them can make it; else raises the error of
-        the first one that cannot."""
+        """Returns this process's result of ``make`` if ``make`` works in all processes; else raises
+        the error of the first process where it fails."""
         return make()
 
 
-#: A method of an object with a ``_backend``.
+#: Method of an object that has a ``_backend``.
 _Method = Callable[Concatenate[Any, _Arguments], Result]
 
 
 def decided_once(method: _Method[_Arguments, Result]) -> _Method[_Arguments, Result]:
-    """Makes a method return, in all processes, what it returns or raises in the first one.
+    """Makes a method return or raise, in all processes, what it does in the first one.
 
     Args:
-        method: of an object with a ``_backend``; what it returns can be pickled.
+        method: method of an object that has a ``_backend``; its result can be pickled.
     """
     return _together(lambda processes, make: processes.of_first(make), method)
 
 
 def made_by_all(method: _Method[_Arguments, Result]) -> _Method[_Arguments, Result]:
-    """Makes a method raise, in all processes, what it raises in one of them.
+    """Makes a method raise in all processes the error that it raises in one of them.
 
     Args:
-        method: of an object with a ``_backend``.
+        method: method of an object that has a ``_backend``.
     """
     return _together(lambda processes, make: processes.of_all(make), method)
 

@@ -1,17 +1,16 @@
-"""Says whether a model's validation gives the same numbers in batches of any size.
+"""Decides whether a model's validation gives the same numbers in batches of any size.
 
-Keras weights the loss of a batch by its samples, and its metrics add up. So the size of the batches
-changes nothing but rounding where every sample goes through the model alone and the losses are
-means over samples. Keras's own layers, losses and metrics are known to do so. Anything else may mix
-the samples of a batch, as a contrastive loss does, and is taken to do so.
+Keras weights the loss of a batch by its samples, and its metrics add up. So if every sample goes
+through the model alone and the losses are means over samples, the batch size changes only rounding.
+Most of Keras's own layers, losses and metrics treat samples alone. Anything else may mix the
+samples of a batch, as a contrastive loss does, and is assumed to.
 
-Some of Keras's own look at a whole batch, too: losses of overlaps (Dice, Tversky) and of pairs
-(Circle), a loss with an ignored class, which is a mean over what it does not ignore, and a loss
-that is taken for a metric, which then is one number for a batch. Layers that wrap another
-framework's code may do anything.
+Some of Keras's own mix samples, too: losses of overlaps (Dice, Tversky) and of pairs (Circle); a
+loss with an ignored class, which is a mean over the other classes; and a loss used as a metric,
+which is one number for a batch. Layers that wrap another framework's code may do anything.
 
-Two more cases count as mixing. A masked loss is a mean over what is not masked. And where several
-devices share a batch, they cannot share a batch of every size.
+Two more cases count as mixing. A masked loss is a mean over unmasked values. And several devices
+cannot share a batch of every size.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from keras_remat.backends.keras_private import (
     trains_always,
 )
 
-#: Methods of the validation that a user's class may replace.
+#: Methods of validation that a user's class may override.
 _OF_VALIDATION = (
     "call", "compute_loss", "compute_metrics", "evaluate", "get_metrics_result",
     "make_test_function", "test_step",
@@ -36,7 +35,7 @@ _OF_VALIDATION = (
 #: Ops between layers that treat every sample alone.
 _ELEMENTWISE = ("Add", "Multiply", "Negative", "Subtract", "TrueDivide")
 _MEANS = ("mean", "sum_over_batch_size")
-#: Losses that look at all samples of a batch together.
+#: Losses that mix the samples of a batch.
 _OF_WHOLE_BATCHES = ("circle", "dice", "tversky")
 #: Layers around code that is not Keras's.
 _OF_OTHERS = ("FlaxLayer", "JaxLayer", "Lambda", "TFSMLayer", "TorchModuleWrapper")
@@ -79,7 +78,7 @@ def _is_sample_wise(part: Any) -> bool:
 
 
 def _is_mean(given: Any) -> bool:
-    """Returns whether a loss, as ``compile`` was given it, is a mean over samples."""
+    """Returns whether a loss, as passed to ``compile``, is a mean over samples."""
     if given is None:
         return True
     loss = keras.losses.get(given)
@@ -88,15 +87,15 @@ def _is_mean(given: Any) -> bool:
 
 
 def _adds_up(thing: Any) -> bool:
-    """Returns whether a metric adds up over samples, or the function that it is a mean of has
-    numbers for each; a loss has one for a batch."""
+    """Returns whether a metric adds up over samples, or whether a metric's function returns a
+    number per sample. False for a loss, which is one number for a batch."""
     is_loss = isinstance(thing, keras.losses.Loss)
     return not is_loss and _is_of_keras(thing) and _is_of_samples(thing)
 
 
 def _is_of_samples(thing: Any) -> bool:
-    """Returns whether a function of Keras's, or a loss or metric made of one, looks at one sample
-    after the other, and at each of them in full."""
+    """Returns whether one of Keras's functions, or a loss or metric made of one, treats every
+    sample alone and in full."""
     function, options = getattr(thing, "fn", thing), getattr(thing, "_fn_kwargs", {})
     return (
         _is_of_keras(function)

@@ -1,4 +1,4 @@
-"""Whether a CPU's memory can be measured, decided before TensorFlow makes its first tensor."""
+"""Makes a CPU's memory measurable, before TensorFlow makes its first tensor."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ def enable_cpu_memory_stats() -> bool:
 
     Without statistics nothing can be measured on a CPU: no peak, no saving, no batch size. oneDNN's
     allocator keeps them, but TensorFlow leaves oneDNN off on many CPUs (AMD Zen 1 to 3, most
-    desktop chips, Arm, macOS). There this asks for the allocator that TensorFlow uses on GPUs,
-    "BFC", by the environment variable ``TF_CPU_ALLOCATOR_USE_BFC``. It does nothing on a GPU, where
-    oneDNN is on, and where the variable is set already.
+    desktop chips, Arm, macOS). There this function asks for the allocator that TensorFlow uses on
+    GPUs, "BFC", by the environment variable ``TF_CPU_ALLOCATOR_USE_BFC``. It does nothing on a GPU,
+    where oneDNN is on, and where the variable is set already.
 
     The other way to statistics is oneDNN itself, ``TF_ENABLE_ONEDNN_OPTS=1`` in the environment. It
-    has to be there before TensorFlow is imported, and it changes the kernels, so that every number
-    of the training changes a little. So this function asks for BFC, which changes nothing but where
-    tensors lie, and leaves oneDNN to you. It may be worth it: ``benchmarks/cpu_allocators.py --isa
-    AVX2`` (a U-Net, a batch of 8, 128 pixels, 2 cores, TensorFlow 2.21, 2026-11-22) measured CPU
-    seconds per plain step of 1.21 without statistics, 1.10 with BFC and 0.65 with oneDNN; the peak
-    of a plan was predicted 146.7 MiB and measured 133.8 with BFC, 121.1 and 121.2 with oneDNN.
+    must be set before TensorFlow is imported, and it changes the kernels, so that every number of
+    the training changes a little. BFC changes only where tensors lie, so this function asks for BFC
+    and leaves oneDNN to you. oneDNN may be worth it: ``benchmarks/cpu_allocators.py --isa AVX2`` (a
+    U-Net, a batch of 8, 128 pixels, 2 cores, TensorFlow 2.21, 2026-11-22) measured CPU seconds per
+    plain step of 1.21 without statistics, 1.10 with BFC and 0.65 with oneDNN. A plan's peak was
+    predicted as 146.7 MiB and measured as 133.8 with BFC; with oneDNN 121.1 and 121.2.
 
-    Call it before TensorFlow makes its first tensor, or asks for its logical devices. After
+    Call it before TensorFlow makes its first tensor or lists its logical devices. Right after
     ``import tensorflow`` or ``import keras`` is early enough. ::
 
         import keras_remat
@@ -30,7 +30,7 @@ def enable_cpu_memory_stats() -> bool:
         keras_remat.enable_cpu_memory_stats()
 
     Returns:
-        Whether TensorFlow's allocator keeps statistics, or will. ``False`` says that it is too
+        Whether TensorFlow's allocator keeps statistics, or will. ``False`` means that it is too
         late, that the variable was set to 0, or that Keras does not run on TensorFlow.
     """
     import keras

@@ -1,9 +1,8 @@
-"""The oldest and the newest versions that each backend was tested with, and the sentence for older
-ones.
+"""Lists the oldest and newest tested versions for each backend, and refuses older ones.
 
-What is missing in older ones is not always missing at once: on JAX some names are first used in
-mid-``fit``. So versions are compared, before a backend is imported. ``.ci/versions.py`` installs
-those of :data:`OLDEST`, or the newest that there are, and runs the backends' tests on them.
+A name missing in an older version may be noticed late: on JAX some names are first used in
+mid-``fit``. So versions are compared before a backend is imported. ``.ci/versions.py`` installs the
+versions of :data:`OLDEST`, or the newest released ones, and runs the backends' tests on them.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ OLDEST = {
     "jax": {"jax": "0.10.0", "keras": "3.12"},
     "torch": {"torch": "2.11", "keras": "3.12"},
 }
-#: Framework → module → its newest release that the tests were run on. Newer ones are not refused.
+#: Framework → module → newest release that was tested. Newer ones are not refused.
 NEWEST = {
     "tensorflow": {"tensorflow": "2.21", "keras": "3.15"},
     "jax": {"jax": "0.12.0", "keras": "3.15"},
     "torch": {"torch": "2.14", "keras": "3.15"},
 }
-#: As :data:`OLDEST`, where a model trains on several devices: Keras's metrics under a strategy.
+#: As :data:`OLDEST`, for training on several devices: Keras's metrics under a strategy.
 OLDEST_FOR_REPLICAS = {"keras": "3.10"}
-#: What compiles for a card that is not there; the first two are of JAX's own version.
+#: Packages that compile for an absent card; the first two have JAX's version number.
 PLUGIN, COMPILER, ASSEMBLER = "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"
 _PURPOSE = "Compiling for a card that is not there"
 _NAMES = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch", "keras": "Keras"}
@@ -54,10 +53,10 @@ def too_old(framework: str) -> str:
 
 
 def sentence_for(what: str, oldest: dict[str, str]) -> str:
-    """Returns which installed versions are older than those that something needs, or ``""``.
+    """Returns a sentence on installed versions that are too old, or ``""``.
 
     Args:
-        what: is said to need them.
+        what: subject of the sentence, which needs the versions.
         oldest: module → its oldest version.
     """
     installed = {name: str(import_module(name).__version__) for name in oldest}
@@ -71,8 +70,8 @@ def sentence_for(what: str, oldest: dict[str, str]) -> str:
 
 
 def check_card_compiler() -> None:
-    """Raises where the packages that compile for a card that is not there are missing, or are not
-    of JAX's own version. Nothing is imported.
+    """Raises where the packages that compile for an absent card are missing, or do not have JAX's
+    version number. Nothing is imported.
 
     Raises:
         MissingPackageError: a package is not installed.

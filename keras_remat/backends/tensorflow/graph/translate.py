@@ -223,7 +223,7 @@ class Translation:
         rank = self._ranks(data)
 
         def key(name: str) -> tuple[int, str, list[int]]:
-            """Returns the sort key of an op, without its name, which differs between two builds."""
+            """Returns the sort key of an op. Names only break ties: they differ between builds."""
             return rank[name], self.nodes[name].op, sorted(rank[i] for i in data[name])
 
         return topological_order({name: data[name] | after[name] for name in data}, key)
