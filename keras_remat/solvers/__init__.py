@@ -1,10 +1,10 @@
-"""Every solver under one signature: ``Problem → Solution``.
+"""Offers every solver under one signature: ``Problem → Solution``.
 
 A solver is a module of this package with a function ``solve(incumbent, seed)``
 (:mod:`keras_remat.solvers.orders.incumbent`); ``SOLVERS`` maps its public name to it, and imports
 the module only when it is called. :func:`solve` is the way in: it refuses budgets below the floor
-before any solver runs, and lets no schedule out that :func:`keras_remat.core.validate.validate`
-does not accept.
+before any solver runs, and returns only schedules that
+:func:`keras_remat.core.validate.validate` accepts.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from keras_remat.solvers.orders.timeline import TOO_MANY_BYTES
 
 Solver = Callable[..., Solution]
 SECONDS = 1e-200, 1e200
-"""The least and the most that the times of all ops may sum to, so that their quotients and sums
-over a schedule stay numbers."""
+"""Least and largest sum of the times of all ops, so that quotients of times, and sums over a
+schedule, stay finite."""
 
 
 def _solver(name: str, target: str, **options: Any) -> Solver:
     """Returns a solver that is imported when it is called.
 
     Args:
-        name: the public one.
-        target: its module, and its function there unless that is ``solve``.
-        options: what makes this variant of it.
+        name: public name.
+        target: the solver's module, and its function there unless that is ``solve``.
+        options: options of the function that make this variant of the solver.
     """
 
     def solve_by_name(problem: Problem, **arguments: Any) -> Solution:
@@ -99,19 +99,19 @@ def solve(
         solver: a name in ``SOLVERS``.
         time_limit_s: seconds the solver may take.
         seed: the same problem and seed give the same schedule.
-        progress: called with every better solution, by ``auto`` with every better bound, too, and
-            with the one that is returned.
-        patience: how many times the time limit the clock may show before it ends work that is
-            counted by the limit, as on a machine that does other things, too.
+        progress: called with every better solution, by ``auto`` also with every better bound, and
+            with the solution that is returned.
+        patience: factor on the time limit. The clock ends work that is counted by the limit only
+            after that many times as long, for machines that are busy with other things.
 
     Returns:
         A solution whose schedule is legal, within the budget, with ``usage`` filled in.
 
     Raises:
-        InfeasibleBudgetError: proved that no schedule fits.
-        InvalidProblemError: its bytes or seconds sum to more than solvers add up, or its seconds
-            to hardly more than none.
-        ScheduleNotFoundError: none found, none proved impossible.
+        InfeasibleBudgetError: the solver proved that no schedule fits.
+        InvalidProblemError: the problem's bytes or seconds sum to more than solvers can add up, or
+            its seconds to almost 0.
+        ScheduleNotFoundError: no schedule was found, but it is not proved that none fits.
         ValueError, TypeError: wrong arguments.
     """
     check_name("solver", solver, SOLVERS)

@@ -1,40 +1,39 @@
-"""The default solver: fast heuristics first, then improvement from the best schedule so far, until
-its work is done.
+"""Runs the default solver: fast heuristics first, then steps that improve the best schedule.
 
-1. No budget, or an order without recomputation that fits (the default one or the memory-aware one):
-   optimal, done.
+1. Without a budget, or where an order without recomputation fits (the default or the memory-aware
+   one), that order is optimal and the solver is done.
 2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule, whatever the clock says. Where
    the graph is not large, :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores,
    and so does :mod:`keras_remat.solvers.search.backward`, or it proves that there is none. Where
    the graph is small, :mod:`keras_remat.solvers.papers.checkmate_milp` gives one, too.
 3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
-4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
-   program was solved. It keeps the order of the ops. It finds more on the order that the graph
-   came in than on one that annealing made, so it comes first.
-5. :mod:`keras_remat.solvers.search.anneal` looks for another order, which on graphs with many
-   parallel branches decides everything. Where there is still no schedule, the search backwards
-   goes on for longer, and step 4 follows.
-6. Annealing from the best schedule and, in two ways, from nothing take turns.
+4. :mod:`keras_remat.solvers.search.intervals` searches around the best schedule, with more
+   candidates each time its program was solved. It keeps the order of the ops. It finds more on the
+   graph's own order than on one that annealing made, so it comes before annealing.
+5. :mod:`keras_remat.solvers.search.anneal` looks for another order, which decides everything on
+   graphs with many parallel branches. Where there is still no schedule, the search backwards goes
+   on for longer, and step 4 follows.
+6. Annealing takes turns: from the best schedule and, in two ways, from nothing.
 7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
 Graphs of more than ``OPTIONS.large_ops`` ops are coarsened first
 (:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 5 and 6 work on the coarse problem. Step 4
-is left out there, because its program is too large; and anywhere without OR-Tools, or in less than
-``OPTIONS.process_s`` seconds. Wherever a schedule comes from, recomputations are taken back where
-there is room (:mod:`keras_remat.solvers.orders.trim`).
+is left out there, because its program is too large. It is also left out without OR-Tools, and in
+less than ``OPTIONS.process_s`` seconds. Whichever step finds a schedule, recomputations are taken
+back where there is room (:mod:`keras_remat.solvers.orders.trim`).
 
-What each step is worth, ``benchmarks/arms.py`` measures (``benchmarks/results/arms.md``).
+``benchmarks/arms.py`` measures what each step is worth (``benchmarks/results/arms.md``).
 
 Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
-``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
-through. The bound is that of step 3 or 7; both hold for every legal order.
+``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one, the
+interrupt is raised. The bound is that of step 3 or 7; both hold for every legal order.
 
 All steps but 3 and 7 end by counted work (:func:`keras_remat.core.deadline.work_budget_s`), and a
 schedule replaces another only if it is faster by more than the tolerance of the proofs. So the same
-seed gives the same schedule, unless the clock ends one of these steps after all: on a machine that
-is very busy or very slow. How far the *bound* gets depends on the clock.
+seed gives the same schedule, unless the clock ends one of these steps after all, on a very busy or
+very slow machine. The *bound* depends on the clock.
 """
 
 from __future__ import annotations
@@ -65,34 +64,37 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """Rules which steps of ``auto`` run, and for how long. Shares are of the time limit, or, where
-    a step counts its work, of the work that stands for it.
+    """Rules which steps of ``auto`` run, and for how long.
+
+    Shares are of the time limit, or, where a step counts its work, of the work for that limit.
 
     Args:
-        proof_tolerance: relative; the bounds give away a millionth for their solver's tolerances,
-            so that meeting them exactly is not possible.
-        large_ops: graphs with more needed ops are coarsened.
-        provable_ops: graphs up to this size are worth the integer program of
+        proof_tolerance: relative tolerance within which a schedule meets a bound. The bounds give
+            away a millionth for their solver's tolerances, so that no schedule meets them exactly.
+        large_ops: number of needed ops above which a graph is coarsened.
+        provable_ops: number of needed ops up to which a graph is worth the integer program of
             :mod:`keras_remat.solvers.bounds.window_bound`.
-        few_cuts: of the window bound that is tried before the interval search, on every graph that
-            is not coarsened.
-        process_s: shorter time limits are not worth a process of its own for CP-SAT, which takes a
-            second to start.
-        dtr_scores: that DTR is tried with.
+        few_cuts: number of cuts of the window bound that is tried before the interval search, on
+            every graph that is not coarsened.
+        process_s: seconds; shorter time limits are not worth a process of its own for CP-SAT, which
+            takes a second to start.
+        dtr_scores: scores that DTR is tried with.
         dtr_ops_per_s: ops that DTR runs per score and second of the time limit.
-        late_s: a solve for less looks once for its first schedule, in the whole graph; coarse ones
-            get what its time allows. ``auto`` is asked for so little where the time for a plan is
-            over. Where a U-Net's 5,205 ops in slices have no schedule, all looks of a solve for 0.5
-            seconds take 8, and the first one takes 4 (``benchmarks/ablation.py late``).
-        tightenings: times that greedy is tried on a coarse problem whose schedules do not fit the
-            whole one, each time with less room.
-        turns: of step 6.
+        late_s: seconds. A solve with a shorter time limit looks for a first schedule beyond its
+            time only once, in the whole graph; on coarse problems it keeps to its time. ``auto``
+            gets so short a limit where the time for a plan is over. Where a U-Net's 5,205 ops in
+            slices have no schedule, all looks of a solve for 0.5 seconds take 8, and the first one
+            takes 4 (``benchmarks/ablation.py late``).
+        tightenings: number of times that greedy is tried on a coarse problem whose schedules do not
+            fit the whole one, each time with less room.
+        turns: number of turns of step 6.
         greedy, exact, first_backward, backward, intervals: shares of these steps.
         first_anneal: share of step 5.
-        anneal, coarse_anneal: share of a turn, and on a coarse problem. With less there,
-            DenseNet121's step at half of its peak was not improved in 10 s (8.2 % instead of 7.4).
-        bounds_end, proof_ends, last_ends: shares by which the quick bounds, the exact one, and
-            everything else end.
+        anneal, coarse_anneal: share of one turn, on a whole and on a coarse problem. With less on a
+            coarse problem, DenseNet121's step at half of its peak was not improved in 10 s (8.2 %
+            instead of 7.4).
+        bounds_end, proof_ends, last_ends: shares of the time limit at which the quick bounds, the
+            exact bound, and everything else end.
     """
 
     proof_tolerance: float = 3e-6
@@ -125,7 +127,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     """Offers schedules until the time limit, or until one is proved optimal.
 
     Raises:
-        InfeasibleBudgetError: proved that there is none.
+        InfeasibleBudgetError: it is proved that no schedule fits.
     """
     try:
         _Search(incumbent, seed).run()
@@ -135,7 +137,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
 
 
 class _Search:
-    """Holds what the steps know of the search, besides the best schedule and bound."""
+    """Holds the state that the steps share, besides the best schedule and bound."""
 
     def __init__(self, incumbent: Incumbent, seed: int):
         self.incumbent, self.problem, self.seed = incumbent, incumbent.problem, seed
@@ -146,8 +148,10 @@ class _Search:
         self.coarse_best: Order | None = None
 
     def offer(self, order: Sequence[int], solver: str) -> bool:
-        """Keeps ``order``, trimmed, if it is legal, within the budget and faster than the best;
-        returns whether it fits at all."""
+        """Keeps an order, trimmed, if it fits and is faster than the best one.
+
+        Returns whether it is legal and within the budget.
+        """
         seconds = seconds_of(self.problem, order)
         if seconds < self.incumbent.best_s * (1 - OPTIONS.proof_tolerance):
             if self.problem.budget_bytes is not None:
@@ -204,7 +208,7 @@ class _Search:
         self._take_turns(small=ops <= OPTIONS.provable_ops)
 
     def _take_turns(self, *, small: bool) -> None:
-        """Gives turns to what improves the best schedule (step 6)."""
+        """Gives turns to three ways of annealing that improve the best schedule (step 6)."""
         share = OPTIONS.anneal if self.view is self.whole else OPTIONS.coarse_anneal
         arms: list[Callable[[int], None]] = [
             partial(self._anneal, (anneal.COOL,), share, from_best=True),
@@ -224,15 +228,20 @@ class _Search:
                 )
 
     def _coarsen(self, bases: Sequence[Order]) -> None:
-        """Makes the view a coarse one, of the first base order whose schedules fit the problem
-        itself."""
+        """Makes the view a coarse problem.
+
+        It is that of the first base order whose coarse schedules fit the whole problem.
+        """
         self._greedy(self.whole, bases, most=1, is_first=True)
         if not any(self._coarse(base) for base in bases) and self.incumbent.order is None:
             self._greedy(self.whole, bases[:1])
 
     def _coarse(self, base: Order) -> bool:
-        """Makes the view a coarse one, with as much room set aside as greedy's schedules for it
-        turn out to need in the problem itself; returns whether one of them fits that."""
+        """Makes the view a coarse problem along an order.
+
+        Its budget is lowered until a schedule that greedy finds for it fits the whole problem.
+        Returns whether one does.
+        """
         coarse = coarsen.Coarse(
             self.problem, base, coarsen.small_value_threshold(self.problem, base)
         )
@@ -254,7 +263,7 @@ class _Search:
         return False
 
     def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
-        """Returns the orders that greedy, DTR and the search backwards give."""
+        """Returns the orders that greedy, DTR, Checkmate and the search backwards find."""
         known = self._greedy(self.whole, bases, is_first=True)
         if self.incumbent.proved:
             return known
@@ -274,11 +283,10 @@ class _Search:
         return known + self._backward(OPTIONS.first_backward)
 
     def _backward(self, share: float) -> list[Order]:
-        """Returns the orders that the search backwards finds in a share of the time limit, if it
-        does.
+        """Returns the orders that the search backwards finds in a share of the time limit.
 
         Raises:
-            InfeasibleBudgetError: proved that there is none.
+            InfeasibleBudgetError: it is proved that no schedule fits.
         """
         steps = backward.steps_limit(share * self.limit_s)
         orders = backward.both(self.problem, steps, self.last)
@@ -292,8 +300,10 @@ class _Search:
         *,
         is_first: bool = False,
     ) -> list[Order]:
-        """Returns the orders of the view that greedy gives, the first ``most`` of them; those that
-        fit the problem are offered."""
+        """Returns the first ``most`` orders that greedy finds for the view.
+
+        Those that fit the whole problem are offered.
+        """
         is_sure = is_first or self.limit_s >= OPTIONS.late_s
         steps = greedy.steps_limit(OPTIONS.greedy * self.limit_s)
         candidates = greedy.candidates(
@@ -318,8 +328,13 @@ class _Search:
             self.raise_bound(bound_s)
 
     def _intervals(self, known: list[Order]) -> None:
-        """Searches intervals on the order of first runs of the best schedule, where there is one
-        and CP-SAT; ``known`` are schedules to take candidates from."""
+        """Searches intervals on the best schedule's order of first runs.
+
+        Does nothing without a schedule or CP-SAT.
+
+        Args:
+            known: schedules to take candidates from.
+        """
         start = self.incumbent.order
         if start is None or self.limit_s < OPTIONS.process_s or not cp_sat.available():
             return
@@ -337,9 +352,11 @@ class _Search:
             logger.warning("keras_remat: goes on without CP-SAT: %s", error)
 
     def _start(self) -> Order:
-        """Returns the best order of the view: of the coarse problem the best within *its* budget,
-        since what is better only after trimming on the whole problem uses room that other coarse
-        orders do not have."""
+        """Returns the best order of the view.
+
+        For a coarse problem, that is the best order within *its* budget: an order that is better
+        only after trimming on the whole problem uses room that other coarse orders do not have.
+        """
         if self.incumbent.order is None:
             raise ValueError("needs a schedule to start from")
         if self.view is not self.whole and self.coarse_best:
@@ -370,8 +387,10 @@ class _Search:
 
 @dataclass(frozen=True)
 class _View:
-    """Holds the problem that heuristics work on, the way of its orders to orders of the problem to
-    solve, and back."""
+    """Holds the problem that heuristics work on, whole or coarse.
+
+    ``expand`` turns its orders into orders of the whole problem, and ``project`` does the reverse.
+    """
 
     problem: Problem
     expand: Callable[[Sequence[int]], Order]

@@ -1,1 +1,1 @@
-"""Lower bounds that no schedule beats."""
+"""Computes lower bounds that no schedule beats."""

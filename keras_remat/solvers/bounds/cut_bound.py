@@ -1,10 +1,10 @@
-"""A lower bound on the time of every legal schedule, whatever its order: what must be recomputed
-because of one moment.
+"""Bounds the time of every legal schedule from below, whatever its order, by a single cut.
 
-Take an op that every schedule runs. When it first runs, what is needed afterwards is alive or runs
-again. That is the program of :mod:`keras_remat.solvers.bounds.window_bound` with a single cut, and
-its linear relaxation is solved in a second for 10,000 ops. The bound is the largest over some cuts:
-the recomputations that different cuts enforce are not added up.
+Take an op that every schedule runs, the cut. When it first runs, each value that is needed
+afterwards is alive, or its op runs again. That is the program of
+:mod:`keras_remat.solvers.bounds.window_bound` with a single cut, and its linear relaxation is
+solved in a second for 10,000 ops. The bound is the largest over some cuts: the recomputations that
+different cuts enforce are not added up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keras_remat.solvers.bounds import window_bound
 
 CUTS = 6
 SAMPLE = 40
-"""Ops among which the cuts are chosen."""
+"""Number of ops among which the cuts are chosen."""
 
 
 def lower_bound_s(problem: Problem, *, deadline: Deadline) -> float:
@@ -56,8 +56,10 @@ def promising_cuts(problem: Problem) -> list[int]:
 
 
 def crossing_bytes(problem: Problem, cut: int) -> int:
-    """Returns bytes of what ancestors of ``cut`` compute and it or its descendants read, and of its
-    outputs."""
+    """Returns the bytes of the values that cross a cut, and of the cut's outputs.
+
+    These values are computed by ancestors of ``cut``, and read by it or its descendants.
+    """
     graph = problem.graph
     later = descendants_of(graph, cut) | {cut}
     total = sum(graph.values[v].nbytes for v in graph.ops[cut].outputs)

@@ -1,5 +1,6 @@
-"""A tighter lower bound, valid for every legal order, for graphs that are nearly a chain: many cuts
-in one integer program.
+"""Computes a tighter lower bound for graphs that are nearly a chain: many cuts in one program.
+
+It is an integer program, and valid for every legal order.
 
 Let j_1, …, j_m be ops each of which depends on the one before (a training step has long such
 chains). Their first runs divide any schedule into windows 0 … m; window w begins with the first run
@@ -66,12 +67,11 @@ def lower_bound_s(
     """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
 
     Args:
-        problem: with a budget.
+        problem: a problem with a budget.
         cuts: needed ops, each depending on the one before.
-        limit_s: for the solver.
-        known_s: seconds of a schedule within the budget, which lets the solver discard what costs
-            more.
-        relax: solve the linear relaxation, which is no bound before it is solved.
+        limit_s: seconds for the solver.
+        known_s: seconds of a schedule within the budget, which lets the solver discard slower ones.
+        relax: whether to solve the linear relaxation; stopped early, it gives no bound.
     """
     total = problem.store_all_time_s
     if problem.budget_bytes is None or not cuts:
@@ -101,7 +101,7 @@ def _program(problem: Problem, cuts: Sequence[int], unit_s: float) -> LinearProg
     alive: dict[tuple[int, int], int] = {}
 
     def minus(producer: int, value_id: int, window: int) -> list[Term]:
-        """Returns −(S[v, w] + X[k, w]), without what is no variable."""
+        """Returns −(S[v, w] + X[k, w]), without the terms that are no variables."""
         columns = (alive.get((value_id, window)), runs.get((producer, window)))
         return [(column, -1.0) for column in columns if column is not None]
 

@@ -1,10 +1,9 @@
-"""The process in which OR-Tools runs: 0-1 programs in on stdin, incumbents out on stdout, one JSON
-object per line.
+"""Runs OR-Tools: reads 0-1 programs on stdin, writes incumbents on stdout, a JSON object a line.
 
-A process of its own because OR-Tools and TensorFlow, loaded into one process, crash it (both ship
-Abseil); it also keeps the solver's memory and threads out of a training process and makes a hard
-time limit possible. Run as ``python -m keras_remat.solvers.engines._cp_sat_worker`` by
-:mod:`keras_remat.solvers.engines.cp_sat`, which documents the messages.
+It is a process of its own because OR-Tools and TensorFlow, loaded into one process, crash it (both
+ship Abseil). That also keeps the solver's memory and threads out of a training process, and makes a
+hard time limit possible. :mod:`keras_remat.solvers.engines.cp_sat` runs it as
+``python -m keras_remat.solvers.engines._cp_sat_worker``, and documents the messages.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def build(program: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 
 def solve(program: dict[str, Any]) -> None:
-    """Solves a program, writes its incumbents and a last line with the status."""
+    """Solves a program; writes its incumbents, and a last line with the status."""
     model, variables = build(program)
     solver = cp_model.CpSolver()
     for name, value in program["parameters"].items():
@@ -73,8 +72,10 @@ def solve(program: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Solves one program after the other; ends with its parent, which keeps stdin open while it
-    lives, whatever happened to it."""
+    """Solves one program after the other, until the parent process ends.
+
+    The parent keeps stdin open while it lives, so its end is noticed however it ends.
+    """
     limits = [
         int(sys.argv[1]),
         *(

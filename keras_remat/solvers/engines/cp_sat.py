@@ -1,14 +1,14 @@
-"""0-1 programs solved by CP-SAT in a process of its own, incumbent by incumbent.
+"""Solves 0-1 programs by CP-SAT in a process of its own, incumbent by incumbent.
 
-CP-SAT, and not a MILP solver, because these programs are all Booleans, implications and a few
-thousand knapsack rows: clause learning and large-neighbourhood search find good schedules early,
-and the solver starts from a given one. The process is a fresh interpreter, so it imports neither
-TensorFlow nor anything else of the caller, and is killed when its context is left, whether at the
-end or by an exception such as ``KeyboardInterrupt``.
+CP-SAT is used, and not a MILP solver, because these programs are all Booleans, implications and a
+few thousand knapsack rows: clause learning and large-neighbourhood search find good schedules
+early, and the solver starts from a given one. The process is a fresh interpreter, so it imports
+neither TensorFlow nor anything else of the caller. It is killed when its context is left, whether
+at the end or by an exception such as ``KeyboardInterrupt``.
 
-One search thread, and the linear relaxation at its fullest (``linearization_level`` 2). One thread
-repeats itself for a seed, and CP-SAT counts its *work* (``max_deterministic_time``), so that a
-search that ends by its work limit gives the same incumbents on every machine.
+It runs one search thread, with the linear relaxation at its fullest (``linearization_level`` 2).
+One thread repeats itself for a seed, and CP-SAT counts its *work* (``max_deterministic_time``), so
+that a search that ends by its work limit gives the same incumbents on every machine.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from keras_remat.core import interpreter
 from keras_remat.errors import MissingPackageError, RematError
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
-"""Address space that the process may have."""
+"""Bytes of address space that the process may have."""
 STARTUP_S = 1.0
-"""Seconds that starting the process and building the model take, off the solver's own limit."""
+"""Seconds for starting the process and building the model, taken off the solver's own limit."""
 
 
 class CpSatProcessError(RematError):
-    """Says that the process of CP-SAT did not start, or ended without an answer, most likely for
-    want of memory."""
+    """Reports that CP-SAT's process did not start, or ended without an answer.
+
+    Most likely it lacked memory.
+    """
 
 
 @dataclass
@@ -62,11 +64,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Answer:
-    """Says what the solver knows at one moment.
+    """Holds the solver's state at one moment.
 
     Args:
-        ones: the variables that are 1 in the best assignment so far, ``None`` when only ``status``
-            is news.
+        ones: the variables that are 1 in the best assignment so far; ``None`` when only ``status``
+            has changed.
         status: ``""`` while it runs, then ``"OPTIMAL"``, ``"FEASIBLE"``, ``"INFEASIBLE"`` or
             ``"UNKNOWN"``.
         work: CP-SAT's deterministic time; only with ``status``.
@@ -89,7 +91,7 @@ def require_ortools() -> None:
 
 
 class Worker:
-    """Runs a process that solves one program after the other; as a context manager it ends it.
+    """Runs a process that solves one program after the other; a context manager that ends it.
 
     Raises:
         MissingPackageError: OR-Tools is not installed.
@@ -135,14 +137,14 @@ class Worker:
         work_limit: float = float("inf"),
         seed: int = 0,
     ) -> None:
-        """Sends a program, once the answers to the one before are read.
+        """Sends a program; the answers to the one before must have been read.
 
         Args:
-            program: what to minimize.
-            time_limit_s: seconds for all of it, hard.
-            work_limit: units of CP-SAT's deterministic time; what is found within them depends on
-                the program and the seed alone.
-            seed: of CP-SAT's random choices.
+            program: the program to minimize.
+            time_limit_s: seconds for the whole call, a hard limit.
+            work_limit: units of CP-SAT's deterministic time; the answers within them depend on the
+                program and the seed alone.
+            seed: seed of CP-SAT's random choices.
         """
         used = [at for at, cost in enumerate(program.cost) if cost]
         message = {
@@ -165,8 +167,10 @@ class Worker:
         ).start()
 
     def answers(self) -> Iterator[Answer]:
-        """Yields what the process finds; the last one has a status, ``"UNKNOWN"`` when the time
-        limit struck, and then it is of no more use.
+        """Yields the answers of the process; the last one has a status.
+
+        The status is ``"UNKNOWN"`` when the time limit ended the process, which cannot be used any
+        more then.
 
         Raises:
             CpSatProcessError: the process ended without an answer, with the last lines it wrote.

@@ -1,14 +1,14 @@
-"""Runs a base order and evicts what does not fit, at native speed.
+"""Runs a base order and evicts values to make room, at native speed.
 
-The kernel of :mod:`keras_remat.solvers.search.eviction`, which says what is decided and why (see
-:mod:`keras_remat.solvers.engines.native` for how it is compiled). All functions work on one
+This is the kernel of :mod:`keras_remat.solvers.search.eviction`, which explains the decisions
+(:mod:`keras_remat.solvers.engines.native` explains how it is compiled). All functions work on one
 :class:`State`. Its ops and values are records: rows of arrays in machine code, and objects in
-Python. What belongs to one of them in a varying number is a part of ``links``: an op's inputs are
+Python. Lists of varying length are parts of ``links``: an op's inputs are
 ``links[op.inputs : op.inputs_end]``. Bytes are integers, seconds are floats.
 
-:func:`go_on` stops after so many steps, so that its caller looks at the clock, and goes on from
-there. One file, though long: Numba compiles again when the file of a function changed, and knows
-nothing of changes in files that it calls.
+:func:`go_on` pauses after a number of steps, so that its caller looks at the clock, and goes on
+from there. One file, though long: Numba compiles again when the file of a function changed, and
+knows nothing of changes in files that it calls.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 from keras_remat.solvers.engines.native import jit
 
 OPS_PER_STEP = 10
-"""Running an op is a step, and so is looking at this many missing ones to see what a value costs,
-or at this many values to see which of them cost something else now."""
+"""Running an op is a step. Looking at this many missing ops for the cost of a value is a step, too,
+and so is looking at this many values for changed costs."""
 ORDER_PLACES = 5_000
-"""Steps after which the caller is asked."""
+"""Number of steps, and of ops in the order, after which the pass pauses."""
 ALL = 1 << 62
 """Stands for a look at all missing ops."""
 
 DONE, PAUSED, FULL, EXPLODED, LOST, SLOWER = range(6)
-"""How a pass ended: the order is complete; the caller is asked; nothing can be evicted; the
-recomputations explode; a value cannot be computed again; a faster schedule is known."""
+"""How a pass ended: the order is complete; it pauses; nothing can be evicted; the recomputations
+explode; a value cannot be computed again; a faster schedule is known."""
 
 OWN = {
     "at": int,  # the position in the base order, and behind it in the outputs
@@ -39,8 +39,8 @@ OWN = {
     "budget": int,  # bytes
     "limit": int,  # steps after which nothing is computed again
     "steps": int,
-    "pause": int,  # steps after which the caller is asked
-    "looked_at_again": int,  # times as many ops a further look is at
+    "pause": int,  # steps after which the pass pauses
+    "looked_at_again": int,  # factor by which the number of ops of a further look grows
     "depth": int,  # of the stack of ops that wait for inputs
     "n_computed": int,
     "n_order": int,
@@ -61,7 +61,7 @@ OP = {
     "outputs_end": int,
     "reuse": int,  # inputs whose buffers it may take over
     "reuse_end": int,
-    "reuse_sizes": int,  # of each its size, -1 where no output has that
+    "reuse_sizes": int,  # the size of each of them, -1 where no output has that size
     "reuse_sizes_end": int,
     "sizes": int,  # of its outputs, each once
     "sizes_end": int,
@@ -80,7 +80,7 @@ VALUE = {
     "producer": int,  # -1: a step input
     "readers": int,
     "readers_end": int,
-    "children": int,  # those that its readers compute
+    "children": int,  # values that its readers compute
     "children_end": int,
     "reads": int,  # the next position at which it is read
     "reads_end": int,
@@ -88,7 +88,7 @@ VALUE = {
     "alive": bool,
     "born": bool,  # computed at least once
     "locks": int,
-    "looked_at": int,  # missing ops that its cost is of
+    "looked_at": int,  # number of missing ops in its cost
     "waiting": int,  # pending ops that read it
     "is_stale": bool,
     "is_changed": bool,
@@ -96,32 +96,32 @@ VALUE = {
 }
 SIZE = {
     "nbytes": int,
-    "outputs": int,  # that have it
-    "taken": int,  # buffers that are taken over for them
+    "outputs": int,  # number of outputs of this size
+    "taken": int,  # number of buffers that are taken over for them
 }
 
 
 class State(NamedTuple):
-    """Holds a pass.
+    """Holds the state of a pass.
 
     Args:
-        own: its numbers, by the names of :data:`OWN`.
+        own: numbers of the pass, by the names of :data:`OWN`.
         ops, values, sizes: records by the names of :data:`OP`, :data:`VALUE` and :data:`SIZE`.
-        links: ids, positions and indices of sizes that belong to them.
+        links: lists of ids, positions and sizes that belong to these records.
         base: the order to follow.
         ends: outputs of the graph.
-        order: ops that have run since the caller was asked.
-        waits, computed, computed_from: the stack of ops that wait for inputs, inputs that were
-            computed for them, and where those of each begin.
-        stale: values to be appraised again.
-        changed: what came or went since values were appraised.
-        given_up, found, makers: what functions of such names note.
+        order: ops that have run since the last pause.
+        waits, computed, computed_from: the stack of ops that wait for inputs, the inputs that were
+            computed for them, and where those of each op begin.
+        stale: values to appraise again.
+        changed: values that came or went since values were appraised.
+        given_up, found, makers: ids noted by :func:`give_up`, :func:`missing`, :func:`note_makers`.
         stack: ids still to be looked at.
-        open: by value, whether it is alive and can be evicted.
-        weight: of a value its bytes, above zero.
-        cost: seconds to compute a value again, as far as was looked.
-        need: the position at which a value is needed next.
-        ids, gains, scores: of what can be evicted.
+        open: for each value, whether it is alive and can be evicted.
+        weight: bytes of each value, above zero.
+        cost: seconds to compute each value again, as far as was looked.
+        need: the position at which each value is needed next.
+        ids, gains, scores: entries for each value that can be evicted.
     """
 
     own: Any
@@ -152,7 +152,7 @@ class State(NamedTuple):
 
 @jit
 def go_on(t: Any) -> int:
-    """Goes on with a pass; returns how it ended, or that the caller is asked."""
+    """Goes on with a pass; returns how it ended, or that it pauses."""
     own, end = t.own, len(t.base)
     while own.at < end + len(t.ends):
         at = own.at
@@ -186,7 +186,7 @@ def go_on(t: Any) -> int:
 
 @jit
 def wait(t: Any, op_id: int) -> None:
-    """Puts an op onto the stack of those that wait for inputs."""
+    """Puts an op onto the stack of ops that wait for inputs."""
     own = t.own
     t.waits[own.depth] = op_id
     t.computed_from[own.depth] = own.n_computed
@@ -195,12 +195,12 @@ def wait(t: Any, op_id: int) -> None:
 
 @jit
 def materialize(t: Any) -> int:
-    """Computes the missing inputs of the first op that waits; then all of them are alive and locked
-    until it has run.
+    """Computes the missing inputs of the first op that waits.
 
-    Of several missing inputs the one with the most to compute comes first, as in Sethi and Ullman's
-    order for expressions. What was computed for an op stays locked until the op runs; an input that
-    was there anyway may have to go and come again.
+    Afterwards all its inputs are alive, and locked until it has run. Of several missing inputs, the
+    one with the most bytes to compute comes first, as in Sethi and Ullman's order for expressions.
+    An input that was computed for an op stays locked until the op runs; an input that was alive
+    before may be evicted and computed again.
     """
     own = t.own
     while own.depth:
@@ -232,7 +232,7 @@ def materialize(t: Any) -> int:
 
 @jit
 def note_makers(t: Any, op_id: int) -> int:
-    """Notes the ops whose outputs an op misses; returns how many."""
+    """Notes the ops that compute the missing inputs of an op; returns their number."""
     own, op, count = t.own, t.ops[op_id], 0
     own.stamp += 1
     for v in t.links[op.by_id : op.by_id_end]:
@@ -270,7 +270,7 @@ def is_among(table: Any, first: int, last: int, value_id: int) -> bool:
 
 @jit
 def keep_for_reader(t: Any, op_id: int) -> None:
-    """Locks what an op has computed for the one that waits for it."""
+    """Locks the outputs of an op that the op waiting for them reads."""
     own, op, reader = t.own, t.ops[op_id], t.ops[t.waits[t.own.depth - 1]]
     first = t.computed_from[own.depth - 1]
     for v in t.links[op.outputs : op.outputs_end]:
@@ -319,15 +319,17 @@ def note_change(t: Any, value_id: int) -> None:
 
 @jit
 def is_wanted(t: Any, value_id: int) -> bool:
-    """Returns whether a value will be read, or asked for by what was evicted."""
+    """Returns whether a value will be read, also to compute an evicted value again."""
     value = t.values[value_id]
     return bool(value.reads < value.reads_end or value.waiting > 0)
 
 
 @jit
 def execute(t: Any, op_id: int) -> int:
-    """Runs an op whose inputs are alive and locked once for it; returns how the pass ended, if it
-    did."""
+    """Runs an op whose inputs are alive and locked once for it.
+
+    Returns how the pass ended, or :data:`DONE` where it goes on.
+    """
     own, op = t.own, t.ops[op_id]
     inputs = t.links[op.inputs : op.inputs_end]
     outputs = t.links[op.outputs : op.outputs_end]
@@ -380,7 +382,7 @@ def settle(t: Any, op_id: int) -> None:
 
 @jit
 def drop_if_unwanted(t: Any, value_id: int) -> None:
-    """Drops a value that nobody will ask for."""
+    """Drops a value that no op will read."""
     value = t.values[value_id]
     if value.alive and value.locks == 0 and not value.kept and not is_wanted(t, value_id):
         drop(t, value_id)
@@ -399,8 +401,8 @@ def drop(t: Any, value_id: int) -> None:
 def make_room(t: Any, op_id: int) -> bool:
     """Evicts values until an op can run; returns whether it can.
 
-    An eviction can make an input of the op wanted again, whose buffer can then not be taken over:
-    what is needed is asked every time.
+    An eviction can make an input of the op wanted again, so that its buffer cannot be taken over.
+    Therefore the bytes needed are computed again after each eviction.
     """
     while t.own.held + needed(t, op_id) > t.own.budget:
         refresh(t)
@@ -414,7 +416,7 @@ def make_room(t: Any, op_id: int) -> bool:
 
 @jit
 def needed(t: Any, op_id: int) -> Any:
-    """Returns bytes to allocate before an op can run."""
+    """Returns the bytes to allocate before an op can run."""
     op = t.ops[op_id]
     total = op.workspace
     for v in t.links[op.outputs : op.outputs_end]:
@@ -427,7 +429,7 @@ def needed(t: Any, op_id: int) -> Any:
 
 @jit
 def takes_over(t: Any, op_id: int) -> bool:
-    """Returns whether buffers can be taken over: not by outputs that are there already."""
+    """Returns whether an op can take buffers over; outputs that are alive already cannot."""
     op = t.ops[op_id]
     if op.reuse == op.reuse_end:
         return False
@@ -459,7 +461,7 @@ def is_lacking(t: Any, at: int) -> bool:
 
 @jit
 def is_dying(t: Any, value_id: int) -> bool:
-    """Returns whether an input of the running op is not asked for again."""
+    """Returns whether an input of the running op is not needed after it."""
     value = t.values[value_id]
     is_free = value.locks == 1 and value.alive and not value.kept
     return bool(is_free and not is_wanted(t, value_id))
@@ -467,8 +469,10 @@ def is_dying(t: Any, value_id: int) -> bool:
 
 @jit
 def give_up(t: Any, op_id: int) -> int:
-    """Notes inputs that are read again later, whose buffers an op takes over if they are computed
-    again for that; returns how many."""
+    """Notes inputs that are read again later but whose buffers an op could take over.
+
+    They have to be computed again for the later reads. Returns their number.
+    """
     if not takes_over(t, op_id):
         return 0
     take_over(t, op_id)
@@ -484,7 +488,7 @@ def give_up(t: Any, op_id: int) -> int:
 
 @jit
 def is_evictable(t: Any, value_id: int) -> bool:
-    """Returns whether a value is there, and can be computed again."""
+    """Returns whether a value is alive, and can be computed again."""
     value = t.values[value_id]
     is_there = value.producer >= 0 and value.alive and not value.kept
     return bool(is_there and t.ops[value.producer].last_run >= t.own.now)
@@ -492,7 +496,7 @@ def is_evictable(t: Any, value_id: int) -> bool:
 
 @jit
 def refresh(t: Any) -> None:
-    """Appraises anew what may cost something else now."""
+    """Appraises the values again whose cost may have changed."""
     mark_children(t)
     for k in range(t.own.n_stale):
         v = t.stale[k]
@@ -506,8 +510,11 @@ def refresh(t: Any) -> None:
 
 @jit
 def mark_children(t: Any) -> None:
-    """Has the values appraised again that are computed from what came or went, directly or through
-    missing ones: what their recomputation takes has changed."""
+    """Has values appraised again that are computed from values which came or went.
+
+    They are computed from these directly or through missing values, so that the seconds of their
+    recomputation have changed.
+    """
     own = t.own
     own.stamp += 1
     stamp, depth = own.stamp, own.n_changed
@@ -536,8 +543,7 @@ def mark_children(t: Any) -> None:
 
 @jit
 def appraise(t: Any, value_id: int) -> None:
-    """Notes what the eviction of a value would cost at the least, and when it will be needed
-    again."""
+    """Notes the least cost of evicting a value, and when it will be needed again."""
     value, need = t.values[value_id], len(t.base)
     value.looked_at = 1
     t.cost[value_id] = t.ops[value.producer].time_s + 0.01 * t.own.tick_s
@@ -552,10 +558,10 @@ def appraise(t: Any, value_id: int) -> None:
 
 @jit
 def missing(t: Any, op_id: int, limit: int) -> int:
-    """Notes as found an op and the ops that must run before it could run now; returns how many.
+    """Notes in ``found`` an op and the ops that must run before it; returns their number.
 
     Args:
-        limit: no more are looked for once there are so many.
+        limit: number of ops after which no more are looked for.
     """
     ops, values, links, found, stack = t.ops, t.values, t.links, t.found, t.stack
     t.own.stamp += 1
@@ -602,8 +608,10 @@ def raised(number: float, exponent: float) -> float:
 
 @jit
 def appraise_all(t: Any, count: int) -> int:
-    """Lists what can be evicted, open values and those given up, with their scores; returns how
-    many there are."""
+    """Lists the values that can be evicted, open ones and those given up, with their scores.
+
+    Returns their number.
+    """
     own, total = t.own, 0
     for v in range(len(t.open)):
         if t.open[v]:
@@ -634,7 +642,7 @@ def appraise_all_in_numpy(t: Any, count: int) -> int:
 
 @jit
 def least(scores: Any, count: int) -> int:
-    """Returns where the least of the first scores is, the first of several."""
+    """Returns the index of the least of the first ``count`` scores, the first of several."""
     at = 0
     for k in range(1, count):
         if scores[k] < scores[at]:
@@ -649,10 +657,10 @@ def least_in_numpy(scores: Any, count: int) -> int:
 
 @jit
 def evict_best(t: Any, count: int) -> bool:
-    """Evicts the value with the least score that can go; returns whether one could.
+    """Evicts the value with the least score that can be evicted; returns whether one could.
 
     Args:
-        count: how many inputs are given up.
+        count: number of inputs that are given up.
     """
     total = appraise_all(t, count)
     while total:
@@ -666,14 +674,14 @@ def evict_best(t: Any, count: int) -> bool:
         elif evict(t, v):
             return True
         else:
-            t.open[v] = False  # until what it is computed from comes or goes
+            t.open[v] = False  # until a value that it is computed from comes or goes
             t.scores[at] = math.inf
     return False
 
 
 @jit
 def evict(t: Any, value_id: int) -> bool:
-    """Evicts a value if it can be computed again whenever it will be asked for."""
+    """Evicts a value if it can be computed again whenever it will be needed."""
     value, earliest, latest = t.values[value_id], len(t.base) + 1, -1
     if value.reads < value.reads_end:
         earliest = latest = t.links[value.reads]

@@ -18,14 +18,14 @@ Term = tuple[int, float]
 
 
 class LinearProgram:
-    """Variables and rows, added one after the other.
+    """Holds variables and rows, which are added one after the other.
 
     Args:
-        deadline: nothing is added once it is over, and ``TimeoutError`` is raised.
+        deadline: once it is over, adding raises ``TimeoutError``.
 
     Attributes:
-        cost, floor, ceiling, integral: of every variable.
-        low, high: of every row.
+        cost, floor, ceiling, integral: lists with one entry per variable.
+        low, high: lists with one entry per row.
     """
 
     def __init__(self, deadline: Deadline = NO_DEADLINE) -> None:
@@ -81,7 +81,10 @@ class LinearProgram:
 
     @property
     def matrix(self) -> scipy.sparse.csc_array:
-        """Returns the coefficients, rows by variables; what a row names twice is added."""
+        """Returns the coefficients, rows by variables.
+
+        Coefficients that a row has for the same variable are added up.
+        """
         return scipy.sparse.csc_array(
             (self._entries, (self._rows, self._columns)), shape=(len(self.low), len(self.cost))
         )

@@ -1,8 +1,8 @@
-"""Mixed-integer solvers behind one call: HiGHS through SciPy, CBC through CyLP.
+"""Calls mixed-integer solvers: HiGHS through SciPy, CBC through CyLP.
 
-Both run in this process. They read the clock between their own steps, and not while they take a
-program in, so they get less time than there is, and none where that is too little. CyLP has no
-wheels for some machines; asking for it there raises
+Both run in this process. They read the clock between their own steps, but not while they take a
+program in. So their limit is lower than the time left, and they are not started where too little is
+left. CyLP has no wheels for some machines; asking for it there raises
 :class:`keras_remat.errors.MissingPackageError`.
 """
 
@@ -19,19 +19,19 @@ from keras_remat.solvers.engines.linear_program import LinearProgram
 
 GAP = 1e-6  # relative, at which a program counts as solved
 ENTRY_S = 1.5e-6
-"""Seconds per coefficient that HiGHS takes beyond its limit, at most: 0.5 s with 0.7 million, 2.7 s
-with 2.1 million and 6.1 s with 4.1 million."""
+"""Seconds per coefficient that HiGHS goes on beyond its limit, at most: it was 0.5 s with 0.7
+million, 2.7 s with 2.1 million and 6.1 s with 4.1 million."""
 Backend = Literal["highs", "cbc"]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Says what a solver found out.
+    """Holds the result of a solver.
 
     Args:
         status: ``"optimal"``, ``"infeasible"`` or ``"stopped"`` (by the time limit).
         x: the best point found, or ``None``.
-        bound: no point of the program costs less; 0 when nothing was proved.
+        bound: a cost that no point of the program is below; 0 when nothing was proved.
     """
 
     status: Literal["optimal", "infeasible", "stopped"]
@@ -50,11 +50,11 @@ def optimize(
     """Solves a program.
 
     Args:
-        program: what to minimize.
+        program: the program to minimize.
         time_limit_s: seconds.
-        relax: solve the linear relaxation; HiGHS only.
+        relax: whether to solve the linear relaxation; HiGHS only.
         backend: ``"highs"`` or ``"cbc"``.
-        gap: relative, at which HiGHS counts a program as solved.
+        gap: relative gap at which HiGHS counts a program as solved.
     """
     if not program.cost:  # nothing to decide; rows are constants
         feasible = max(program.low, default=0) <= 1e-9 and min(program.high, default=0) >= -1e-9

@@ -1,14 +1,14 @@
 """Changes an order one run at a time and keeps its live bytes up to date, at native speed.
 
-The kernel of :mod:`keras_remat.solvers.search.anneal` (see
-:mod:`keras_remat.solvers.engines.native` for how it is compiled). Runs sit in *cells*, of which
-there are more than runs, so that a run is put between two others without moving any: the no-ops of
-FastSA (Imanishi, Xu, Takagi, Wang, Castillo, NeurIPS 2023). Inserting or removing a run changes the
-lifetimes of what it reads and writes only; each change is a range added to the live bytes. FastSA
-keeps those in a segment tree, whose root is the peak. Here they are an array, and one pass over a
-range adds to it and to the *excess*, the sum over cells of the bytes above the budget: a range has
-some hundred cells, which vector instructions pass as fast as a tree is climbed, and the sum says of
-a move that it helps where the peak does not.
+This is the kernel of :mod:`keras_remat.solvers.search.anneal`
+(:mod:`keras_remat.solvers.engines.native` explains how it is compiled). Runs sit in *cells*. There
+are more cells than runs, so that a run is put between two others without moving any: the no-ops of
+FastSA (Imanishi, Xu, Takagi, Wang, Castillo, NeurIPS 2023). Inserting or removing a run changes
+only the lifetimes of the values that it reads and writes; each change adds bytes to a range of the
+live bytes. FastSA keeps the live bytes in a segment tree, whose root is the peak. Here they are an
+array, and one pass over a range updates it and the *excess*, the sum over cells of the bytes above
+the budget. A range has some hundred cells, which vector instructions pass as fast as a tree is
+climbed, and the excess shows that a move helps even where the peak stays the same.
 
 The state is three arrays, so that a call passes little: ``live`` has the bytes alive per cell and
 at the end of the step; ``f`` the seconds of all runs and, from entry 1, of each op; ``s``
@@ -71,20 +71,20 @@ from keras_remat.solvers.engines.native import jit
     BIG,  # values that can be computed again, and hold bytes
     KEPT,  # values alive at the end
 ) = range(41)
-"""Where the numbers of ``s`` are, and from OP_AT on where it says that its tables begin."""
+"""Indices of the numbers in ``s``; from OP_AT on, the numbers are the indices at which its tables
+begin."""
 
 DRAWS = 6
-"""Random numbers of a move."""
+"""Number of random numbers of a move."""
 CHAIN_OPS = 12
-"""Most runs that one move adds."""
+"""Number of runs that one move adds, at most."""
 REACHES = (6, 30, 150, 1 << 30)
-"""How far a run is moved at most, in cells."""
+"""Number of cells by which a run is moved, at most."""
 
 
 @jit
 def add_bytes(live: Any, first: int, last: int, size: int, budget: int) -> int:
-    """Adds bytes to the cells from ``first`` up to ``last``; returns by how much the excess
-    grows."""
+    """Adds bytes to the cells from ``first`` up to ``last``; returns the growth of the excess."""
     grown = 0
     part = live[first:last]  # indices from 0 are known not to be negative, and become vectors
     for k in range(len(part)):
@@ -149,7 +149,7 @@ def dies_at(s: Any, value: int, cell: int) -> bool:
 
 @jit
 def update_reuse(s: Any, live: Any, count: int) -> None:
-    """Counts again what the ops in the first ``count`` touched cells take over."""
+    """Counts again the bytes that the ops in the first ``count`` touched cells take over."""
     for k in range(count):
         cell = s[s[TOUCHED] + k]
         if cell >= s[END] or s[s[OP_AT] + cell] < 0:
@@ -239,7 +239,7 @@ def count_run(s: Any, op: int, change: int) -> None:
 
 @jit
 def insert(s: Any, live: Any, f: Any, op: int, cell: int) -> bool:
-    """Runs an op in a cell; returns whether that was legal, and changes nothing if it was not."""
+    """Inserts a run of an op; returns whether that was legal, and changes nothing if not."""
     if not can_insert(s, op, cell):
         return False
     touched = 1
@@ -286,8 +286,7 @@ def insert(s: Any, live: Any, f: Any, op: int, cell: int) -> bool:
 
 @jit
 def can_remove(s: Any, cell: int) -> bool:
-    """Returns whether everything that reads what the run in a cell writes could read an earlier
-    run."""
+    """Returns whether all readers of a run's outputs could read those of an earlier run."""
     op = s[s[OP_AT] + cell]
     at = runs_before(s, op, cell)
     if at:
@@ -302,8 +301,7 @@ def can_remove(s: Any, cell: int) -> bool:
 
 @jit
 def remove(s: Any, live: Any, f: Any, cell: int) -> bool:
-    """Takes the run in a cell out; returns whether that was legal, and changes nothing if it was
-    not."""
+    """Removes the run in a cell; returns whether that was legal, and changes nothing if not."""
     if not can_remove(s, cell):
         return False
     op = s[s[OP_AT] + cell]
@@ -345,7 +343,7 @@ def remove(s: Any, live: Any, f: Any, cell: int) -> bool:
 
 @jit
 def add(s: Any, live: Any, f: Any, op: int, cell: int) -> bool:
-    """Inserts a run and logs that."""
+    """Inserts a run and logs the change."""
     if not insert(s, live, f, op, cell):
         return False
     at = 2 * s[LOGGED]
@@ -356,7 +354,7 @@ def add(s: Any, live: Any, f: Any, op: int, cell: int) -> bool:
 
 @jit
 def take(s: Any, live: Any, f: Any, cell: int) -> bool:
-    """Removes a run and logs that."""
+    """Removes a run and logs the change."""
     op = s[s[OP_AT] + cell]
     if not remove(s, live, f, cell):
         return False
@@ -457,7 +455,7 @@ def evict_before(s: Any, live: Any, f: Any, reader: int, draw: float, bound_s: f
 
 @jit
 def extend(s: Any, live: Any, f: Any, draw: float) -> None:
-    """Brings back what the runs just added read, too, where it was not alive nearby."""
+    """Also brings back the inputs of the runs just added, where they are not alive nearby."""
     done = 0
     while done < s[LOGGED] and s[LOGGED] < CHAIN_OPS:
         reader, cell = s[s[LOG] + 2 * done], s[s[LOG] + 2 * done + 1]
@@ -545,8 +543,10 @@ def move(s: Any, live: Any, f: Any, op: int, pick: float, reach: int, draw: floa
 
 @jit
 def change(s: Any, live: Any, f: Any, draws: Any, at: int, bound_s: float) -> bool:
-    """Makes a random move; returns whether it changed anything. What takes more than ``bound_s``
-    longer is not tried."""
+    """Makes a random move; returns whether it changed anything.
+
+    Moves that make the order more than ``bound_s`` slower are not tried.
+    """
     s[LOGGED] = 0
     kind = draws[at]
     again = s[N_AGAIN]
@@ -591,13 +591,13 @@ def walk(
         s, live, f: the state.
         draws: ``DRAWS`` uniform numbers per move.
         exponentials: one exponentially distributed number per move.
-        temperature_s: a change for the worse by so much is kept with a probability of 1/e.
+        temperature_s: seconds; a change for the worse by them is kept with a probability of 1/e.
         weight: seconds per unit of excess.
         best_s: the seconds to beat.
         best_at: gets ``op_at`` of the fastest order within the budget.
 
     Returns:
-        Its seconds, or ``best_s``.
+        The seconds of that order, or ``best_s`` where there is none.
     """
     energy = f[0] + weight * s[EXCESS]
     for step in range(len(exponentials)):
@@ -617,8 +617,10 @@ def walk(
 
 @jit
 def fill(s: Any, live: Any, f: Any, order: Any, count: int) -> int:
-    """Inserts the first ``count`` runs of an order, evenly spaced, and nothing else; returns the
-    position of the first that is not legal, or -1."""
+    """Inserts the first ``count`` runs of an order, evenly spaced, and nothing else.
+
+    Returns the position of the first run that is not legal, or -1.
+    """
     end = s[END]
     for cell in range(end):
         s[s[OP_AT] + cell] = -1

@@ -36,9 +36,9 @@ MOVES = "keras_remat.solvers.engines.moves"
 WARM_UP = (
     "from keras_remat.solvers.search import anneal, eviction; eviction.warm_up(); anneal.warm_up()"
 )
-"""What the process that compiles runs."""
+"""Python code that the compiling process runs."""
 LONGEST_S = 180.0
-"""Seconds in which compiling is done on any machine."""
+"""Seconds after which compiling is done on any machine."""
 
 
 def jit(function: F) -> F:
@@ -77,8 +77,10 @@ def kernel(module_name: str, *, compiled: bool) -> Any:
 
 @cache
 def begin() -> subprocess.Popen[bytes] | None:
-    """Starts the process that compiles, or finds that everything is compiled; once. ``None`` where
-    no process can be started."""
+    """Starts the process that compiles, or finds that everything is compiled; only once.
+
+    Returns ``None`` where no process can be started.
+    """
     null = subprocess.DEVNULL
     try:
         return interpreter.start("-c", WARM_UP, stdin=null, stdout=null, stderr=null)

@@ -1,1 +1,1 @@
-"""What solvers do with orders: rate, repair, shorten and coarsen them."""
+"""Rates, repairs, shortens and coarsens orders for the solvers."""

@@ -1,15 +1,15 @@
-"""A smaller problem for op-level graphs: only values big enough to matter, and only the ops that
-touch them.
+"""Makes a smaller problem of an op-level graph: only big values, and the ops that touch them.
 
 A traced train step has up to 15,000 ops, most of which work on scalars, shapes, keys and weights'
 statistics. Their values are kept, so they need no decision. The coarse problem keeps the ops that
-read or write a big value, drops the others, and charges the most the small values hold at once to
-the resident bytes. Dependencies through dropped ops and small values become values of zero bytes;
-``after`` is carried along the same paths. An order of the coarse problem is expanded by putting
-every dropped op back at its place in the base order, or as close to it as dependencies allow.
+read or write a big value, and drops the others. The most bytes that small values hold at once are
+added to the resident bytes. Dependencies through dropped ops and small values become values of zero
+bytes; ``after`` is carried along the same paths. An order of the coarse problem is expanded by
+putting every dropped op back at its place in the base order, or as close to it as dependencies
+allow.
 
-What is lost: small values are never recomputed, and ops that touch no big value are never moved on
-their own. The expanded order is always simulated on the full problem, which has the last word.
+Known limits: small values are never recomputed, and ops that touch no big value are never moved on
+their own. The expanded order is always simulated on the full problem, and that result counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
 
 SMALL_SHARE = 0.005
-"""Share of what the budget leaves beside the resident bytes that small values may hold at once."""
+"""Share of the budget less the resident bytes that small values may hold at once."""
 
 
 class Coarse:
@@ -40,7 +40,7 @@ class Coarse:
         """Coarsens ``full``.
 
         Args:
-            full: with a budget or without.
+            full: the full problem, with a budget or without.
             base: a legal order of the needed ops without recomputation; coarse ops are numbered in
                 this order.
             threshold_bytes: values of at least this size are big.
@@ -109,8 +109,11 @@ class Coarse:
         return Problem(coarse, costs, self.full.budget_bytes, self.full.name)
 
     def _paths(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns per coarse op the coarse ops it depends on through small values, and those it
-        must follow (``after``)."""
+        """Returns the dependencies of each coarse op.
+
+        The first list has the coarse ops that it depends on through small values, the second one
+        those that it must follow (``after``).
+        """
         graph = self.full.graph
         small_sources: dict[int, set[int]] = {}  # dropped op → coarse ops it depends on by values
         followed: dict[int, set[int]] = {}  # dropped op → coarse ops that must run before by after
@@ -146,17 +149,16 @@ class Coarse:
         return reached, orders
 
     def project(self, order: Sequence[int]) -> tuple[int, ...]:
-        """Returns the coarse order that is left of a legal full order when the dropped ops are
-        taken out."""
+        """Returns a legal full order without the dropped ops, as a coarse order."""
         return tuple(self._index[op_id] for op_id in order if op_id in self._index)
 
     def expand(self, order: Sequence[int]) -> tuple[int, ...]:
-        """Returns the order of all ops that a legal order of the coarse problem stands for.
+        """Returns the order of all ops for a legal order of the coarse problem.
 
         A dropped op runs once, after position ``max(earliest, min(wish, latest))`` of the coarse
-        order: earliest by what it needs, latest by who needs it, and its wish is its place in the
-        base order. All three grow along dependencies, so that sorting by that position and then by
-        the base order is topological.
+        order: ``earliest`` follows from the ops it needs, ``latest`` from the ops that need it, and
+        ``wish`` is its place in the base order. All three grow along dependencies, so that sorting
+        by that position and then by the base order is topological.
         """
         graph = self.full.graph
         first: dict[int, int] = {}
@@ -194,8 +196,11 @@ class Coarse:
 
 
 def small_value_threshold(problem: Problem, base: Sequence[int]) -> int:
-    """Returns the largest size, of some powers of two below what the budget leaves beside the
-    resident bytes, whose smaller values never hold ``SMALL_SHARE`` of that at once."""
+    """Returns the size in bytes from which a value is big.
+
+    It is the largest of some powers of two below the room (the budget less the resident bytes) for
+    which smaller values never hold ``SMALL_SHARE`` of the room at once.
+    """
     room = problem.room_bytes
     if room is None:
         raise ValueError("needs a budget")
@@ -210,5 +215,5 @@ def small_value_threshold(problem: Problem, base: Sequence[int]) -> int:
 
 
 def small_peak(problem: Problem, base: Sequence[int], threshold_bytes: int) -> int:
-    """Returns the most bytes which values below a threshold hold at once in an order."""
+    """Returns the most bytes that values below a threshold hold at once in an order."""
     return int(live_bytes(problem, Schedule(tuple(base)), threshold_bytes).max(initial=0))

@@ -1,18 +1,18 @@
-"""Recomputation on demand: walk the default order, and before each op recompute whatever it reads
-that was dropped.
+"""Walks the default order, and before each op recomputes the dropped values that it reads.
 
-A policy only says when values are dropped. The walk turns that into a legal order: what is missing
-is collected with everything it needs in turn, and recomputed in the default order. An op that may
-not run again (not recomputable, or an op that must follow it has already run) makes the policy
-impossible for its outputs; those are then pinned (never dropped) and the walk starts over, which
-ends because every round pins more. Dropping a value means only that later readers recompute it: how
-long an instance really lives follows from the order (:mod:`keras_remat.core.simulate`).
+A policy only says when values are dropped. The walk turns that into a legal order: missing values
+are collected together with the missing values they are computed from, and recomputed in the default
+order. An op that may not run again (not recomputable, or an op that must follow it has already run)
+makes the policy impossible for its outputs. These are then pinned (never dropped) and the walk
+starts over. That ends because every round pins more. Dropping a value means only that later readers
+recompute it: how long an instance really lives follows from the order
+(:mod:`keras_remat.core.simulate`).
 
-Three walks recompute on demand. They stay three, because each knows other things when it decides;
-one for all would have a switch at every decision. This one asks its policy between ops, knows no
-budget, and collects all that is missing before it runs any of it. DTR's
-(:mod:`keras_remat.solvers.papers.dtr`) decides when memory is full, so it locks what ops under way
-will read; it is a policy here, and shares what may not run again.
+Three walks recompute on demand. They stay three, because each knows other facts when it decides;
+one walk for all would have a switch at every decision. This one asks its policy between ops, knows
+no budget, and collects all missing ops before it runs the first. DTR's
+(:mod:`keras_remat.solvers.papers.dtr`) decides when memory is full, so it locks the values that ops
+under way will read; it is a policy here, and shares the rule which ops may not run again.
 :mod:`keras_remat.solvers.search.eviction` never starts over: it knows the last position at which
 each op may run, and which evicted ops wait for a value.
 """
@@ -55,8 +55,7 @@ class Walk:
         self.barred: set[int] = set()
 
     def missing(self, op_id: int) -> list[int]:
-        """Returns ops to run before ``op_id`` so that it finds all its inputs, in the default
-        order."""
+        """Returns the ops, in the default order, that must run so that ``op_id`` has its inputs."""
         found: set[int] = set()
         stack = list(self.graph.ops[op_id].inputs)
         while stack:
@@ -84,8 +83,10 @@ class Walk:
         self.barred.update(op.after)
 
     def demand(self, op_id: int) -> None:
-        """Recomputes what ``op_id`` is missing, then runs it; when it may not run again, its
-        missing outputs are stuck."""
+        """Recomputes the missing inputs of ``op_id``, then runs it.
+
+        If it may not run again, its missing outputs are stuck.
+        """
         if op_id in self.barred:
             self.stuck.update(v for v in self.graph.ops[op_id].outputs if v not in self.alive)
             self.alive.update(self.graph.ops[op_id].outputs)
@@ -95,7 +96,7 @@ class Walk:
         self.run(op_id)
 
     def drop(self, value_ids: Iterable[int]) -> None:
-        """Forgets values; those pinned and step inputs stay."""
+        """Drops values, except pinned ones and step inputs."""
         for value_id in value_ids:
             if value_id not in self.pinned and self.graph.values[value_id].producer is not None:
                 self.alive.discard(value_id)
@@ -108,12 +109,12 @@ def order_of(
 
     Args:
         problem: the graph; the budget plays no part.
-        policy: drives one walk from its start to its end; called again with more pinned values when
-            it dropped a value that cannot be recomputed.
-        deadline: to be done at.
+        policy: drives one walk from its start to its end. It is called again with more pinned
+            values when it dropped a value that cannot be recomputed.
+        deadline: deadline for all walks.
 
     Raises:
-        TimeoutError: the deadline was over before.
+        TimeoutError: the deadline was over before a walk was complete.
     """
     pinned = frozenset(v for op in problem.graph.ops if not op.recomputable for v in op.outputs)
     while True:

@@ -1,8 +1,8 @@
-"""The best schedule a solver has seen so far, what it claims of it, and the clock it works against.
+"""Keeps the best schedule of a solver so far, its claims about it, and its deadline.
 
-A solver is a function ``solve(incumbent, seed)`` that offers every order it makes; simulation alone
-decides whether it fits and what it costs. Whether it is legal, :func:`keras_remat.solvers.solve`
-checks of every solution that is told or returned.
+A solver is a function ``solve(incumbent, seed)`` that offers every order it makes. Simulation alone
+decides whether an order fits, and its time. :func:`keras_remat.solvers.solve` checks whether it is
+legal, for every solution that is reported or returned.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from keras_remat.core.validate import validate
 from keras_remat.errors import InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
 
 Progress = Callable[[Solution], None]
-"""Is called with every better solution."""
+"""A function that is called with every better solution."""
 
 
 class Incumbent:
-    """Keeps the fastest order within the budget; of two equally fast ones the one with the smaller
-    peak, then the first.
+    """Keeps the fastest order within the budget.
+
+    Of two equally fast orders, the one with the smaller peak is kept, then the first.
 
     Args:
-        problem: what is solved.
+        problem: the problem to solve.
         solver: public name of the solver, for the solution and for error messages.
         time_limit_s: seconds from now after which :attr:`deadline` is over.
         progress: is called with every better solution.
-        patience: of the deadline.
+        patience: patience of the deadline.
 
     Attributes:
-        order, usage: the best order and what it takes, ``None`` before there is one.
+        order, usage: the best order with its time and peak, ``None`` before there is one.
         bound_s: seconds that no schedule beats; the solver may raise it.
-        tolerance: relative, by which the best order may miss ``bound_s`` and still meet it.
-        optimal: the solver proved in another way that nothing is faster.
-        keeps_order: the proofs are of schedules alone whose first runs are in the graph's order.
-        reason: why there is none, for the error message.
+        tolerance: relative error by which the best order may miss ``bound_s`` and still meet it.
+        optimal: whether the solver proved in another way that nothing is faster.
+        keeps_order: whether proofs hold only for schedules whose first runs are in the graph's
+            order.
+        reason: why there is no order, for the error message.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Incumbent:
         return self.optimal or self.best_s <= self.bound_s * (1 + self.tolerance)
 
     def offer(self, order: Sequence[int]) -> bool:
-        """Simulates a legal order, keeps it if it fits and is better, and returns whether it
-        fits."""
+        """Simulates a legal order, and keeps it if it fits and is better.
+
+        Returns whether it fits.
+        """
         schedule = Schedule(tuple(order))
         usage = simulate(self.problem, schedule)
         if self.least_peak_bytes is None or usage.peak_bytes < self.least_peak_bytes:
@@ -88,8 +92,10 @@ class Incumbent:
         return fits
 
     def offer_store_all(self) -> bool:
-        """Offers the schedule without recomputation; true when it fits, and then nothing is
-        faster."""
+        """Offers the schedule without recomputation; returns whether it fits.
+
+        If it does, nothing is faster.
+        """
         return self.offer(Schedule.store_all(self.problem.graph).order)
 
     def report(self) -> None:
@@ -133,10 +139,10 @@ def run(
     patience: float = 1.0,
     **options: Any,
 ) -> Solution:
-    """Returns what a solver, called with an incumbent, a seed and its options, finds.
+    """Runs a solver with an incumbent, a seed and its options; returns its solution.
 
     Raises:
-        ScheduleNotFoundError: it found none within the budget.
+        ScheduleNotFoundError: the solver found no schedule within the budget.
     """
     incumbent = Incumbent(problem, name, time_limit_s, progress, patience)
     search(incumbent, seed, **options)
@@ -154,5 +160,5 @@ def seconds_of(problem: Problem, order: Sequence[int]) -> float:
 
 
 def store_all(incumbent: Incumbent, seed: int) -> None:
-    """Offers the schedule without recomputation, to which every overhead is a ratio."""
+    """Offers the schedule without recomputation, with which overheads are compared."""
     incumbent.offer_store_all()

@@ -1,24 +1,26 @@
-"""A memory-aware order without recomputation: ops that free memory run as soon as they can, ops
-that take it as late as they can.
+"""Makes a memory-aware order without recomputation.
+
+In it, ops that free memory run as soon as they can, and ops that take memory as late as they can.
 
 Frameworks list ops in the order in which they were traced: all weight gradients stay alive until
 the optimizer runs at the end of the step, although an update may run as soon as its gradient is
-there and the last reader of its variable has run. No rematerialization paper uses that freedom; it
-lowers the bytes alive at no cost in time, at the peak or below it: a budget of half the peak is out
-of reach of every recomputation while all weight gradients wait for the end.
+there and the last reader of its variable has run. No rematerialization paper uses that freedom. It
+lowers the bytes alive at no cost in time, at the peak or below it: while all weight gradients wait
+for the end, no recomputation reaches a budget of half the peak.
 
-List scheduling over the default order, in two passes. Forwards: before the next op of the default
-order runs, every op that is ready and leads, alone or followed by its own descendants, to less
-memory than before is moved ahead of it. Looking at descendants is what moves an optimizer with
-slots (several ops per weight, which first take memory) and not only plain SGD. An op that waits
-only for a few small values nobody has computed yet (the learning rate, read once per weight) takes
-their producers along, and in such a run of ops large ones too (the momentum times its decay), which
-must pay for themselves before the run ends. An op that makes little of much (a weight gradient, a
-mean) runs at once: the sooner it has read an activation, the longer that can be gone.
+It is list scheduling over the default order, in two passes. Forwards: before the next op of the
+default order runs, ops that are ready are moved ahead of it if less memory is alive after them,
+alone or followed by their own descendants. Looking at descendants also moves an optimizer with
+slots (several ops per weight, which first take memory), and not only plain SGD. An op that waits
+only for a few small values that are not computed yet (the learning rate, read once per weight)
+takes their producers along. In such a run of ops, it takes large ones along, too (the momentum
+times its decay), which must pay for themselves before the run ends. An op that makes little of much
+(a weight gradient, a mean) runs at once: the sooner it has read an activation, the longer that can
+be gone.
 
 Backwards: an op that takes more than it frees (a gradient spread out to the size of an activation)
-runs as late as it can. At the peak of a step with recomputation a handful of activations are alive,
-and such ops decide how many.
+runs as late as it can. At the peak of a step with recomputation a handful of activations are alive;
+their number depends on such ops.
 
 Known limits: the forward and backward ops keep their relative order unless they shrink memory; the
 order is a heuristic.
@@ -40,16 +42,16 @@ from keras_remat.core.simulate import live_bytes
 from keras_remat.core.topology import predecessors
 
 CLUSTER_OPS = 48
-"""Longest run of ops moved ahead as one."""
+"""Number of ops that are moved ahead as one run, at most."""
 PULLED_OPS = 8
-"""Most ops that are run early because another op waits for their outputs."""
+"""Number of ops that are run early because another op waits for their outputs, at most."""
 SMALL_SHARE = 1 / 8
-"""Outputs are small below this share of what the op that waits for them reads, or of what their own
-op reads."""
+"""Outputs are small below this share of the largest input: of the op that waits for them, or of
+their own op."""
 Orders = tuple[tuple[int, ...], ...]
 _ORDERS: WeakKeyDictionary[Graph, Orders] = WeakKeyDictionary()
-"""The orders that are chosen from, the default one first, whatever the budget: one ``fit`` asks for
-them again and again, and they take half of the time of a first greedy schedule."""
+"""The orders to choose from, the default one first, whatever the budget. They are remembered: one
+``fit`` asks for them again and again, and they take half of the time of a first greedy schedule."""
 
 
 def base_orders(problem: Problem) -> Orders:
@@ -70,8 +72,8 @@ def base_orders(problem: Problem) -> Orders:
 def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
     """Returns bytes over the budget times seconds, summed over the order, and the peak.
 
-    Time and not positions: many quick ops (updates) that run where much is alive hold nothing there
-    for long.
+    It sums over seconds and not over positions: many quick ops (updates) that run where much is
+    alive do not keep it alive for long.
     """
     live = live_bytes(problem, Schedule(tuple(order)))
     budget = live.max(initial=0) if problem.budget_bytes is None else problem.budget_bytes
@@ -82,11 +84,11 @@ def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
 
 
 def _postponed(graph: Graph, base: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ops of a legal order without recomputation, those that take more than they free
-    as late as they can.
+    """Returns a legal order, changed so that ops which take more than they free run late.
 
-    Walks the order from its end: an op whose followers have all been placed comes right before them
-    unless what it reads, and nobody reads later, holds more bytes than what it computes.
+    The order recomputes nothing. It is walked from its end: an op whose followers have all been
+    placed comes right before them, unless the inputs that it reads last hold more bytes than its
+    outputs.
     """
     before: dict[int, list[int]] = {}
     waiting = dict.fromkeys(base, 0)  # ops that must run after it and have no place yet
@@ -125,9 +127,11 @@ def _postponed(graph: Graph, base: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Fresh:
-    """Holds the ops that may be moved ahead after an op of the base order and have to be examined,
-    for each of the three kinds of :meth:`_Hoist._next_run`, in the order in which they first
-    came."""
+    """Holds the ops that have to be examined, because they may be moved ahead.
+
+    There is one list for each of the three kinds of :meth:`_Hoist._next_run`, in the order in which
+    the ops first came.
+    """
 
     def __init__(self) -> None:
         self.place: dict[int, int] = {}
@@ -144,7 +148,7 @@ class _Fresh:
         heapq.heappush(self.heaps[kind], (self.place[op_id], op_id))
 
     def pop(self, kind: int) -> int | None:
-        """Returns the next op to examine in one way; ``None`` where all were examined."""
+        """Returns the next op to examine for a kind; ``None`` where all were examined."""
         heap = self.heaps[kind]
         if not heap:
             return None
@@ -154,13 +158,17 @@ class _Fresh:
         return first[1]
 
     def watch(self, op_id: int, read: Collection[int]) -> None:
-        """Has an op that leads no run examined again once anything changes that was read: the
-        state of an op, or the reads to come of value v, written as ~v."""
+        """Has an op that leads no run examined again once a state that was read changes.
+
+        Args:
+            read: the states that the examination read: an op's, or, written as ~v, the reads to
+                come of value v.
+        """
         for key in read:
             self.readers[key].add(op_id)
 
     def changed(self, key: int) -> None:
-        """Has the ops examined again that watch this."""
+        """Has the ops examined again that watch a state."""
         for op_id in self.readers.pop(key, ()):
             self._push(op_id, CLUSTER_OPS)
 
@@ -178,7 +186,7 @@ class _Hoist:
         self.unread = [0] * len(graph.values)
         for value_id in graph.outputs:
             self.unread[value_id] += 1
-        # ops that must run before; what is not needed waits for ever
+        # number of ops that must run before each op; an op that is not needed waits for ever
         self.waiting = [1] * len(self.ops)
         self.followers: list[list[int]] = [[] for _ in self.ops]
         for op_id in self.base:
@@ -227,8 +235,11 @@ class _Hoist:
         return []
 
     def _commit(self, op_id: int) -> None:
-        """Schedules ``op_id``. Has the ops examined that became ready, that may now free something,
-        or whose earlier examination read what has changed."""
+        """Schedules an op.
+
+        Ops are examined again that became ready, that may now free something, or that watch a
+        state that has changed.
+        """
         op = self.ops[op_id]
         self.done[op_id] = True
         self.order.append(op_id)
@@ -260,8 +271,11 @@ class _Hoist:
     def _pulled(
         self, op_id: int, share: float, read: set[int], run: Collection[int] = ()
     ) -> list[int] | None:
-        """Returns ops to run before ``op_id`` can, besides ``run``; ``None`` when they are many or
-        compute more than a share of what it reads."""
+        """Returns the ops that must run before ``op_id`` can, besides ``run``.
+
+        Returns ``None`` when they are many, or their outputs hold more than ``share`` of the
+        largest input of ``op_id``.
+        """
         missing: dict[int, None] = {}
         stack = [op_id]
         room = int(share * max((self.nbytes[v] for v in self.ops[op_id].inputs), default=0))
@@ -296,8 +310,11 @@ class _Hoist:
         return delta
 
     def _shrinking_cluster(self, first: int, longest: int) -> list[int]:
-        """Returns the shortest run of ready ops from ``first`` downwards after which less (or,
-        without outputs, no more) is alive."""
+        """Returns the shortest run of ready ops, from ``first`` on, after which less is alive.
+
+        Where the last op has no outputs, no more alive is enough. Returns an empty list where there
+        is no such run.
+        """
         unread: dict[int, int] = {}
         waiting: dict[int, int] = {}
         run: dict[int, None] = {}
@@ -324,14 +341,16 @@ class _Hoist:
                 waiting[follower] = waiting.get(follower, self.waiting[follower]) - 1
                 if not waiting[follower]:
                     ready.append(follower)
-        if longest > 1:  # whatever changes for one op alone has it examined anyway
+        if longest > 1:  # a single op is examined again anyway when something changes for it
             read.update(run, waiting, (~value_id for value_id in unread))
             self.fresh.watch(first, read)
         return []
 
     def _with_pulled(self, run: Collection[int], read: set[int]) -> list[int]:
-        """Returns a follower of ``run``, after the few other ops that it waits for; empty where all
-        followers wait for more."""
+        """Returns a follower of ``run``, preceded by the few other ops that it waits for.
+
+        Returns an empty list where all followers wait for more.
+        """
         for op_id in run:
             for follower in self.followers[op_id]:
                 if follower not in run and self.waiting[follower] <= PULLED_OPS:

@@ -1,8 +1,8 @@
-"""A schedule that can be changed one run at a time, with its live bytes kept up to date.
+"""Holds a schedule that can be changed one run at a time, with its live bytes kept up to date.
 
 Runs sit in *cells*. There are more cells than runs, so that a run can be put between two others
-without moving any. :mod:`keras_remat.solvers.engines.moves` tells, and makes, what a change does to
-the bytes alive; here is the state it works on.
+without moving any. :mod:`keras_remat.solvers.engines.moves` changes the runs and the bytes alive;
+this module holds the state it works on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from keras_remat.core.problem import Problem
 from keras_remat.solvers.engines import native
 
 SPARE_CELLS = 2
-"""Empty cells per run."""
+"""Number of empty cells per run."""
 CROWDED = 0.5
-"""Share of the cells above which there is little room between runs."""
+"""Share of the cells. Where more are full, there is little room between runs."""
 TOO_MANY_BYTES = 2**61
-"""Stands for no budget: no problem that is solved has as many. Sums of a few such numbers stay
-within 64 bits."""
+"""Stands for no budget: every problem that is solved has fewer bytes. Sums of a few such numbers
+stay within 64 bits."""
 SPARE_RUNS = 6
-"""Runs of an op beyond the most that any op has in the order."""
+"""Number of runs that an op may have beyond the most that any op has in the order."""
 
 
 class Timeline:
@@ -37,11 +37,11 @@ class Timeline:
 
     Attributes:
         problem, compiled: as given.
-        kernel: the functions that change it.
-        state: what they work on.
+        kernel: the functions that change the timeline.
+        state: the arrays that these functions work on.
         live: bytes alive per cell, and at the end of the step.
         end: the number of cells.
-        buffer: as long, for what the kernel returns.
+        buffer: an array of as many entries, for results of the kernel.
 
     Raises:
         ValueError: the order is not legal.
@@ -100,9 +100,9 @@ def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[An
 
     Args:
         problem: see :class:`Timeline`.
-        order: what will be put in; its ops may be moved.
+        order: the order that will be put in; its ops may be moved.
         end: the number of cells.
-        k: the kernel, which names what the state consists of.
+        k: the kernel, which names the parts of the state.
     """
     graph = problem.graph
     runs = Counter(order)

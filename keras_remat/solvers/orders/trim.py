@@ -2,9 +2,9 @@
 
 A planner that decides while it runs (DTR) or by a rule (segments) recomputes values it could have
 kept. Removing one repeated run from an order leaves it legal, saves that run's time, and costs
-memory only between the last read of the instance before it and the removed position. Those with the
-most time saved per byte and position are tried first. The bytes alive are kept as an array and only
-ever overestimated between two simulations, so what is accepted fits; passes repeat until one
+memory only between the last read of the instance before it and the removed position. Runs that save
+the most time per byte and position are tried first. The bytes alive are kept as an array. Between
+two simulations they are never underestimated, so every accepted order fits. Passes repeat until one
 removes nothing.
 
 O(passes · repeated runs · length of a gap) with vectorized gaps: fractions of a second for orders
@@ -25,7 +25,7 @@ MAX_PASSES = 10
 
 
 def trimmed(problem: Problem, order: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
-    """Returns the order without the repeated runs that ``budget_bytes`` allows to do without.
+    """Returns the order without the repeated runs that are not needed under ``budget_bytes``.
 
     Args:
         problem: the graph and its costs; its own budget plays no part.

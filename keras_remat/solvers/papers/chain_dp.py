@@ -1,5 +1,6 @@
-"""Exact dynamic program for chains of unequal stages: per stage save its input, all it computes, or
-nothing.
+"""Solves chains of unequal stages by an exact dynamic program.
+
+For each stage it saves the stage's input, all values that the stage computes, or nothing.
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, *Optimal checkpointing for heterogeneous
 chains: how to train deep neural networks with limited memory*, arXiv 1911.13214 ("rotor"), theorem
@@ -9,13 +10,13 @@ of C2), or only its input, up to the next stage s' whose input is kept (C1). Tha
 schedules in which a kept value stays until its backward stage ("persistent").
 
 On a graph that is no chain the forward phase is cut at its articulation points into blocks, and
-each block is a stage: what crosses the cut after it is its output, its backward stage is every
-later op up to the first that reads a block before it. Bytes are counted in ``UNITS`` units, rounded
-upwards; the plans for many amounts of memory come from one table, and the fastest that really fits
-(by simulation) is returned, after recomputations there is room for were taken back
-(:mod:`keras_remat.solvers.orders.trim`; the program drops a block's input even where the block
-before could use it). So what the model leaves out (values beside the chain, buffer reuse) costs
-optimality, never the budget. Other graphs are refused.
+each block is a stage. Its output are the values that cross the cut after it. Its backward stage is
+every later op up to the first that reads a block before it. Bytes are counted in ``UNITS`` units,
+rounded upwards. The plans for many amounts of memory come from one table. Recomputations are taken
+back where there is room (:mod:`keras_remat.solvers.orders.trim`; the program drops a block's input
+even where the block before could use it), and the fastest plan that really fits, by simulation, is
+returned. So the details that the model leaves out (values beside the chain, buffer reuse) may cost
+optimality, but never break the budget. Other graphs are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SPARE = 1.25
 
 @dataclass(frozen=True)
 class Stages:
-    """Holds the forward phase cut into blocks, with what the dynamic program needs to know of each.
+    """Holds the forward phase cut into blocks, with the dynamic program's numbers of each.
 
     Args:
         linear: the problem's forward phase.
@@ -67,8 +68,7 @@ class Stages:
 
     @cached_property
     def backward(self) -> list[list[int]]:
-        """Returns the other ops of each block, in default order from the last block's to the
-        first's."""
+        """Returns the other ops of each block, in default order, from the last block on."""
         graph = self.linear.problem.graph
         blocks: list[list[int]] = [[] for _ in self.forward]
         current = len(self.forward) - 1
@@ -92,8 +92,10 @@ class Stages:
         return output
 
     def sizes(self, sets: list[set[int]]) -> list[int]:
-        """Returns bytes of sets of values: ω_a of ``output``, ω_ā of ``saved``, ω_δ of
-        ``gradients``."""
+        """Returns the bytes of sets of values.
+
+        They are ω_a for ``output``, ω_ā for ``saved``, and ω_δ for ``gradients``.
+        """
         values = self.linear.problem.graph.values
         return [sum(values[v].nbytes for v in one) for one in sets]
 
@@ -110,8 +112,11 @@ class Stages:
         return saved
 
     def _peak(self, ops: list[int], alive: set[int], kept: set[int]) -> int:
-        """Returns bytes held at most while ``ops`` run once, counting ``alive`` and what they
-        compute; of that ``kept`` stays to the end."""
+        """Returns the most bytes held while ``ops`` run once.
+
+        The values ``alive`` and those that the ops compute count; the values ``kept`` stay to the
+        end.
+        """
         problem = self.linear.problem
         graph = problem.graph
         last = {
@@ -158,8 +163,10 @@ class Stages:
 
     @cached_property
     def backward_peak(self) -> list[int]:
-        """Returns bytes a block's backward stage needs beside the block's input, its saved values
-        and δ included."""
+        """Returns bytes a block's backward stage needs beside the block's input.
+
+        The block's saved values and δ are included.
+        """
         peaks = []
         for s, ops in enumerate(self.backward):
             after = self.gradients[s - 1] if s else set(self.linear.problem.graph.outputs)
@@ -265,11 +272,11 @@ class Table:
 
 
 def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
-    """Returns the order a list of actions stands for. First runs happen in any case, and what is
-    still missing is recomputed on demand.
+    """Returns the order that a list of actions stands for.
 
-    As the program assumes, the input of a block is dropped after its backward stage unless the
-    block before saved it.
+    First runs happen in any case, and values that are still missing are recomputed on demand. As
+    the program assumes, the input of a block is dropped after its backward stage unless the block
+    before saved it.
     """
     graph = stages.linear.problem.graph
     made = [[v for i in ops for v in graph.ops[i].outputs] for ops in stages.forward]
@@ -299,8 +306,10 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
-    """Offers the best persistent schedules of the chain, or of the chain of blocks between
-    articulation points."""
+    """Offers the best persistent schedules of the chain.
+
+    On other graphs, it is the chain of blocks between articulation points.
+    """
     problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return

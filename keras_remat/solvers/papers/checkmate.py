@@ -77,8 +77,7 @@ class Program(LinearProgram):
         return [op_id for stage in stages for _, op_id in sorted(stage)]
 
     def stages_over(self, order: list[int], live: np.ndarray, budget_bytes: int) -> set[int]:
-        """Returns the stages of an order of this program that hold more than the budget while they
-        run."""
+        """Returns the stages of an order of this program that exceed the budget."""
         position = {op_id: t for t, op_id in enumerate(self.ops)}
         stage, over = 0, set[int]()
         for at, op_id in enumerate(order):
@@ -90,7 +89,7 @@ class Program(LinearProgram):
 
 
 def last_useful_stages(problem: Problem, ops: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Returns until which stage running each op, and keeping each value, can help.
+    """Returns the last stages in which running each op, and keeping each value, can help.
 
     Returns:
         Per position of the default order the last stage in which a run is allowed and useful (its
@@ -261,8 +260,10 @@ class _Writer:
             previous = [(alive, 1.0)]
 
     def _add_frees(self, t: int, k: int) -> tuple[Terms, Terms]:
-        """Adds what op k of stage t may free and take over; returns what is freed after it, and,
-        negative, what it takes over."""
+        """Adds the variables of what op k of stage t may free and take over.
+
+        Returns the terms of the bytes freed after it, and, negative, of the bytes it takes over.
+        """
         program, outputs = self.program, self.outputs
         keep, run = program.keep, program.run
         runs, constant = self.running(t, k)

@@ -6,11 +6,11 @@ lazily: solve without them, simulate the schedule, write them for the stages tha
 The loop ends with an optimum of Checkmate's whole program. The first round is also a relaxation of
 every schedule with its first runs in default order, so its bound holds for all of those.
 
-What is claimed: ``lower_bound_s`` is the first round's bound, and ``status`` is ``"optimal"`` when
-the schedule meets it: nothing faster exists *among schedules whose first runs are in default
-order*, whatever they do inside a stage. An optimum of the whole program that does not meet it
-(possible near the floor) is ``"feasible"``. Reordering first runs is outside of the model and of
-the bound.
+The solver claims this: ``lower_bound_s`` is the first round's bound, and ``status`` is
+``"optimal"`` when the schedule meets it: nothing faster exists *among schedules whose first runs
+are in default order*, whatever they do inside a stage. An optimum of the whole program that does
+not meet the bound (possible near the floor) is ``"feasible"``. Orders with other first runs are
+outside of the model and of the bound.
 
 Neither solver takes a starting point through its Python interface here, so ``dtr`` provides the
 schedule that is returned (under its own name) when the time limit comes first. An infeasible
@@ -47,7 +47,7 @@ def solve(incumbent: Incumbent, seed: int, *, backend: Backend = "highs") -> Non
     """Solves Checkmate's program.
 
     Args:
-        incumbent, seed: as of every solver.
+        incumbent, seed: as for every solver.
         backend: ``"highs"`` or ``"cbc"``.
 
     Raises:

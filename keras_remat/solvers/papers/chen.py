@@ -1,5 +1,6 @@
-"""Segment checkpoints: keep what crosses a few cuts of the forward phase, recompute the rest once,
-segment by segment.
+"""Keeps the values that cross a few cuts of the forward phase, and recomputes the rest.
+
+The rest is recomputed once, segment by segment.
 
 Chen, Xu, Zhang, Guestrin 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv 1604.06174:
 algorithm 2 with a cut every k ops (sec. 4.2, k = √n gives O(√n) memory for one more forward pass)
@@ -10,8 +11,8 @@ plain names use articulation points where there are any beside the linear form, 
 better.
 
 The papers fix k = √n; here k and b are searched, and the fastest schedule within the budget wins.
-Limits: nothing is recomputed more than once unless a cut's own values need it, and what follows the
-last cut is kept whole.
+Known limits: nothing is recomputed more than once unless a cut's own values need it, and all values
+after the last cut are kept.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ MAX_TRIALS = 200
 
 
 def segmented_order(linear: Linearized, cuts: Sequence[int]) -> list[int]:
-    """Returns the order that keeps the values crossing ``cuts`` and recomputes the others segment
-    by segment.
+    """Returns the order that keeps the values crossing cuts, and recomputes the others.
 
     Args:
         linear: the problem's forward phase.
@@ -50,8 +50,7 @@ def segmented_order(linear: Linearized, cuts: Sequence[int]) -> list[int]:
 
 
 def sqrt_n_cuts(candidates: Sequence[int]) -> Iterator[list[int]]:
-    """Yields every k-th candidate for every k, beginning with the k closest to the root of their
-    number."""
+    """Yields every k-th candidate for every k, from the k closest to the root of their number."""
     n = len(candidates)
     root = max(1, round(n**0.5))
     for k in spread(range(1, n + 1), root - 1):
@@ -59,8 +58,10 @@ def sqrt_n_cuts(candidates: Sequence[int]) -> Iterator[list[int]]:
 
 
 def greedy_cuts(linear: Linearized, candidates: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the cuts of Algorithm 3 for byte limits from the largest op's to all, beginning in the
-    middle (on a logarithmic scale)."""
+    """Yields the cuts of algorithm 3 for byte limits from the largest op's bytes to all bytes.
+
+    It begins with the middle of these limits, on a logarithmic scale.
+    """
     graph = linear.problem.graph
     made = [
         sum(graph.values[v].nbytes for v in graph.ops[op_id].outputs) for op_id in linear.forward
@@ -82,8 +83,7 @@ def greedy_cuts(linear: Linearized, candidates: Sequence[int]) -> Iterator[list[
 
 
 def spread(items: Sequence[int], center: int) -> list[int]:
-    """Returns at most ``MAX_TRIALS`` items, evenly chosen, the ones closest to the index ``center``
-    first."""
+    """Returns at most ``MAX_TRIALS`` items, evenly chosen, those closest to ``center`` first."""
     stride = max(1, -(-len(items) // MAX_TRIALS))
     return [
         items[i]
@@ -101,9 +101,9 @@ def solve(
     """Offers schedules with a checkpoint every k cuts or every b bytes.
 
     Args:
-        incumbent, seed: as of every solver; there is nothing random here.
-        by_bytes: count bytes (algorithm 3) and not cuts.
-        forms: where checkpoints may be: ``"ap"`` is articulation points, ``"linear"`` any cut of
+        incumbent, seed: as for every solver; nothing is random here.
+        by_bytes: whether to count bytes (algorithm 3) and not cuts.
+        forms: where checkpoints may be: ``"ap"`` at articulation points, ``"linear"`` at any cut of
             the linearized order.
     """
     if incumbent.offer_store_all():

@@ -1,19 +1,18 @@
-"""Greedy eviction on demand: run the default order, and when memory is full evict the value that
-seems cheapest to lose.
+"""Runs the default order, and when memory is full evicts the value that seems cheapest to lose.
 
-Kirisame et al. 2021, *Dynamic Tensor Rematerialization*, arXiv 2006.09616, used as a planner: the
-run happens on paper, the orders are what is kept. Values that no later op of the default order
-reads are evicted at once ("eager eviction", sec. 3.2); what is read again is recomputed with all it
-needs. Values under 1 % of the mean size are never evicted (appendix E.2). The scores are in
-:mod:`keras_remat.solvers.papers.eviction_scores`.
+This is *Dynamic Tensor Rematerialization* (Kirisame et al. 2021, arXiv 2006.09616), used as a
+planner: nothing is computed, and only the orders of its runs are kept. Values that no later op of
+the default order reads are evicted at once ("eager eviction", sec. 3.2); an evicted value that is
+read again is recomputed with all it needs. Values under 1 % of the mean size are never evicted
+(appendix E.2). The scores are in :mod:`keras_remat.solvers.papers.eviction_scores`.
 
-Known shape of the result: an N-op chain trains in O(N) op runs with a budget of 2⌈√N⌉ values
-(theorem 3.1). Liveness frees a value at its last read, DTR only when it needs room, so the true
-peak is below the run's; the budget of the run is therefore searched above the real one,
-recomputations there is room for are taken back (:mod:`keras_remat.solvers.orders.trim`), and on
-graphs small enough for more runs some are made with the scores blurred at random. Where nothing is
-left to evict the run goes on over its budget, and simulation decides. An op that must not run again
-(see :mod:`keras_remat.solvers.orders.demand`) pins its outputs, and the run starts over.
+Known result: an N-op chain trains in O(N) op runs with a budget of 2⌈√N⌉ values (theorem 3.1).
+Liveness frees a value at its last read, but DTR only when it needs room, so the true peak is below
+the run's. Therefore the budget of the run is searched above the real one, and recomputations are
+taken back where there is room (:mod:`keras_remat.solvers.orders.trim`). On graphs small enough for
+more runs, some are made with the scores blurred at random. Where nothing is left to evict, the run
+goes on over its budget, and simulation decides. An op that must not run again (see
+:mod:`keras_remat.solvers.orders.demand`) pins its outputs, and the run starts over.
 
 Speed: scores are one vectorized minimum over the candidates. Up to ``OPTIONS.exact_candidates`` of
 them all neighbourhoods are computed afresh for each eviction; beyond that only the winner's, again
@@ -43,12 +42,14 @@ class DtrOptions:
     """Rules the runs of DTR.
 
     Args:
-        exact_candidates: up to so many, all neighbourhoods are computed afresh for each eviction.
-        rechecks: of the winner's neighbourhood otherwise, at most.
-        runs_per_op: on average; a run that needs more is thrashing and given up.
-        budget_percents: of the room, added to the budget of a run.
-        noise, noisy_trials: of runs with blurred scores, how much, and how many there are.
-        ops_run, ops_run_per_op: by all runs together: limits that do not depend on the machine.
+        exact_candidates: number of candidates up to which all neighbourhoods are computed afresh
+            for each eviction.
+        rechecks: number of times that the winner's neighbourhood is computed otherwise, at most.
+        runs_per_op: mean number of runs per op; a run that needs more is thrashing and given up.
+        budget_percents: percents of the room that are added to the budget of a run, one run each.
+        noise, noisy_trials: strength of the noise on scores, and number of runs with it.
+        ops_run, ops_run_per_op: number of op runs of all runs together, and per op: limits that do
+            not depend on the machine.
     """
 
     exact_candidates: int = 500
@@ -67,8 +68,7 @@ OPTIONS = DtrOptions()
 
 
 class _Run:
-    """Makes one pass over the default order under ``budget_bytes``; says when the values of a walk
-    are dropped."""
+    """Makes one pass over the default order under a budget, and drops the values of a walk."""
 
     def __init__(
         self, walk: Walk, problem: Problem, score: str, seed: int, budget_bytes: int, noise: float
@@ -136,8 +136,10 @@ class _Run:
                     self._demand(producer)
 
     def _demand(self, wanted: int) -> None:
-        """Runs an op after recomputing, depth first, whatever it is missing; inputs of ops under
-        way are locked."""
+        """Recomputes the missing inputs of an op, depth first, and runs it.
+
+        Inputs of ops under way are locked.
+        """
         stack = [wanted]
         self._lock(self.ops[wanted].inputs, 1)
         while stack:
@@ -167,7 +169,7 @@ class _Run:
         if len(self.walk.order) > OPTIONS.runs_per_op * len(self.default_order):
             raise TimeoutError("the run recomputes too much")
         op = self.ops[op_id]
-        for v in op.outputs:  # the instance before this one is dead weight
+        for v in op.outputs:  # the instance before this one is not read again
             if v in self.alive:
                 self._forget(v)
         dying = frozenset(v for v in op.may_reuse if self.reads_left[v] == 1 and self.locks[v] == 1)
@@ -240,8 +242,10 @@ class _Run:
 def _never_and_ever_evicted(
     problem: Problem, order: Sequence[int], pinned: Collection[int]
 ) -> tuple[list[bool], list[bool]]:
-    """Returns which values are too small to evict, and which may be evicted at all: those
-    recomputable up to their last reader."""
+    """Returns for each value whether it is too small to evict, and whether it may be evicted.
+
+    It may be if it is large enough, not pinned, and can be recomputed up to its last reader.
+    """
     graph = problem.graph
     sizes = [graph.values[v].nbytes for op_id in order for v in graph.ops[op_id].outputs]
     threshold = 0.01 * sum(sizes) / max(1, len(sizes))
@@ -274,18 +278,17 @@ def planned_order(
     *,
     noise: float = 0.0,
 ) -> list[int] | None:
-    """Returns the order DTR runs under a budget, or ``None`` when it thrashes or the deadline
-    passes.
+    """Returns the order DTR runs under a budget; ``None`` if it thrashes or is out of time.
 
     Args:
         problem: the graph and its costs.
         score: one of ``SCORES``.
-        budget_bytes: what the run keeps under as long as there is something to evict, resident
-            bytes included.
-        seed: for the score ``random`` and for noise.
-        deadline: to end at.
-        noise: standard deviation of the logarithm of a factor per value that its score is divided
-            by.
+        budget_bytes: bytes that the run stays under as long as there is something to evict,
+            resident bytes included.
+        seed: seed of the score ``random`` and of the noise.
+        deadline: deadline at which the run ends.
+        noise: standard deviation of the logarithm of the random factor by which each value's score
+            is divided.
     """
     if score not in SCORES:
         raise ValueError(f"unknown score {score!r}; there are {', '.join(SCORES)}")
@@ -302,15 +305,14 @@ def planned_order(
 def solve(
     incumbent: Incumbent, seed: int, *, score: str = "dtr", max_ops_run: int = OPTIONS.ops_run
 ) -> None:
-    """Runs DTR with one of ``SCORES`` under several budgets around the real one, then with noise,
-    and offers the orders.
+    """Runs DTR under several budgets around the real one, then with noise, and offers the orders.
 
     Args:
-        incumbent, seed: as of every solver.
+        incumbent, seed: as for every solver.
         score: ``"dtr"``, ``"eq"`` (by union-find) and ``"local"`` are h_DTR and its variants;
             ``"msps"`` is Capuchin's (Peng et al. 2020); ``"lru"``, ``"size"`` and ``"random"``
             evict the least recently used value, the largest one, any one.
-        max_ops_run: no trial begins after so many ops have run.
+        max_ops_run: number of op runs after which no further run of DTR begins.
     """
     problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:

@@ -1,5 +1,6 @@
-"""What an eviction costs: the seven scores of Dynamic Tensor Rematerialization, each as a numerator
-that is divided the same way.
+"""Computes the seven eviction scores of Dynamic Tensor Rematerialization.
+
+Each is a numerator that is divided the same way.
 
 Kirisame et al. 2021, arXiv 2006.09616, sec. 4.1 and appendix D. With c the seconds of an op, m the
 bytes of a value, s the seconds since its last use and e* its evicted neighbourhood (evicted
@@ -49,8 +50,10 @@ class Neighbourhood:
         self._member = [-1] * len(graph.ops)
 
     def ancestors(self, value_id: int, seen: set[int]) -> float:
-        """Returns seconds of the ops to run again before the producer of a value can; adds them to
-        ``seen``."""
+        """Returns the seconds of the ops that must run again before the producer of a value can.
+
+        Adds these ops to ``seen``.
+        """
         total = 0.0
         stack = [self._producer[value_id]]
         while stack and len(seen) < MAX_NEIGHBOURS:
@@ -63,8 +66,10 @@ class Neighbourhood:
         return total
 
     def descendants(self, value_id: int, seen: set[int]) -> float:
-        """Returns seconds of the evicted ops that would need the value if they ran again; adds them
-        to ``seen``."""
+        """Returns the seconds of the evicted ops that would need the value if they ran again.
+
+        Adds these ops to ``seen``.
+        """
         total = 0.0
         stack = [value_id]
         while stack and len(seen) < MAX_NEIGHBOURS:
@@ -83,8 +88,7 @@ class Neighbourhood:
         return self.ancestors(value_id, seen) + self.descendants(value_id, seen)
 
     def neighbours(self, op_id: int) -> set[int]:
-        """Returns the evicted ops next to an op: producers of its inputs and readers of its
-        outputs."""
+        """Returns the evicted ops next to an op: its inputs' producers and its outputs' readers."""
         found = {self._producer[v] for v in self._inputs[op_id] if self._evicted[v]}
         found.update(
             r for v in self._outputs[op_id] for r in self._readers[v] if self._member[r] >= 0

@@ -1,5 +1,4 @@
-"""Revolve: binomial checkpointing, the fastest way through a uniform chain with a given number of
-checkpoint slots.
+"""Runs Revolve: the fastest way through a uniform chain with a number of checkpoint slots.
 
 Griewank, Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). With s slots and at most r runs of
 every forward op a chain of β(s, r) = (s + r)! / (s! r!) ops can be reversed, so memory and work
@@ -7,13 +6,13 @@ grow with log n. When the backward phase asks for a forward position that is not
 phase is run again from the nearest checkpoint below it, and the free slots are filled on the way at
 the positions the binomial rule names.
 
-Written as a policy of :mod:`keras_remat.solvers.orders.demand` and not as revolve's action list, so
-that it works on every graph: a slot holds the values crossing one cut of the forward phase
-(:mod:`keras_remat.solvers.orders.linearize`); in a chain that is one value, and the schedule is
-revolve's. The number of slots is searched: more slots are never slower on a chain, so the most that
-fit the budget win, but all numbers are tried where time allows because bytes differ along a real
-graph. Limits: slots are counted, not weighed, so on chains that are not uniform ``chain_dp`` is
-better.
+It is written as a policy of :mod:`keras_remat.solvers.orders.demand` and not as Revolve's action
+list, so that it works on every graph: a slot holds the values crossing one cut of the forward phase
+(:mod:`keras_remat.solvers.orders.linearize`). In a chain that is one value, and the schedule is
+Revolve's. The number of slots is searched: more slots are never slower on a chain, so the largest
+number that fits the budget wins; but all numbers are tried where time allows, because bytes differ
+along a real graph. Known limits: slots are counted, not weighed, so on chains that are not uniform
+``chain_dp`` is better.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def binomial_split(length: int, slots: int) -> int:
 
 
 def revolve_order(linear: Linearized, slots: int, deadline: Deadline = NO_DEADLINE) -> list[int]:
-    """Returns the order that reverses the forward phase with at most ``slots`` checkpoints beside
-    its start.
+    """Returns the order that reverses the forward phase with a number of checkpoints.
 
     Args:
         linear: the problem's forward phase.
@@ -104,8 +102,7 @@ class _Reversal:
         return at < len(self.checkpoints) and self.checkpoints[at] < self.last_read[value_id]
 
     def _place(self, start: int, end: int) -> None:
-        """Fills the free slots between a checkpoint at ``start`` and the position ``end`` that is
-        asked for."""
+        """Fills the free slots from a checkpoint at ``start`` to the wanted position ``end``."""
         free = self.slots - len(self.checkpoints)
         while free > 0 and end - start >= 2:
             # the start is one to reverse, too
@@ -120,7 +117,7 @@ class _Reversal:
         self.alive.difference_update(gone)
 
     def _rerun(self, op_id: int) -> None:
-        """Recomputes what a backward op is missing, from the nearest checkpoint below."""
+        """Recomputes the missing inputs of a backward op, from the nearest checkpoint below."""
         ops, position, walk = self.graph.ops, self.position, self.walk
         target = max((position[i] for i in walk.missing(op_id) if i in position), default=None)
         if target is None:

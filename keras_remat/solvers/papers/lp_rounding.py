@@ -1,17 +1,17 @@
-"""Two-phase rounding of Checkmate's relaxation: round what is kept, then repair what runs.
+"""Rounds Checkmate's relaxation in two phases: first which values are kept, then which ops run.
 
-Jain et al. 2020, sec. 5 and algorithm 2. Rounding both R and S is never feasible. S alone is
-rounded (at a threshold, or at random with S as the probability); with S given, the cheapest R
-follows: per stage, from its last op backwards, an op runs if an op of this stage needs a value of
-it that is not kept (:meth:`keras_remat.solvers.orders.demand.Walk.missing`). Values whose S was
-rounded up although they were neither kept nor computed before are computed for it, or let go, both
-are tried.
+Jain et al. 2020, sec. 5 and algorithm 2. Rounding both R and S is never feasible. So only S is
+rounded (at a threshold, or at random with S as the probability), and the cheapest R follows from
+it: per stage, from its last op backwards, an op runs if an op of this stage needs one of its values
+that is not kept (:meth:`keras_remat.solvers.orders.demand.Walk.missing`). A value whose S was
+rounded up, although it was neither kept nor computed before, is either computed to be kept, or let
+go; both are tried.
 
 Rounding knows nothing of memory, so the paper solves the relaxation for (1 − ε) of the budget with
 ε = 0.1. Here ε is searched, every rounding is simulated under the real budget, and recomputations
-there is room for are taken back (:mod:`keras_remat.solvers.orders.trim`). The bound attached is
-that of the relaxation under the full budget; its scope is told in
-:mod:`keras_remat.solvers.papers.checkmate`. The solver ``checkmate_lp`` rounds by thresholds alone.
+are taken back where there is room (:mod:`keras_remat.solvers.orders.trim`). The bound is that of
+the relaxation under the full budget; :mod:`keras_remat.solvers.papers.checkmate` states its scope.
+The solver ``checkmate_lp`` rounds by thresholds alone.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def repaired_order(program: Program, kept: dict[int, set[int]], *, recompute: bo
 
     Args:
         program: the program, for its ops.
-        kept: stage → values to be kept from the stage before into it.
-        recompute: compute a value that is to be kept but is not there; otherwise it is let go.
+        kept: stage → values to keep from the stage before into it.
+        recompute: whether a value that is to be kept but is not there is computed, or let go.
     """
     graph = program.problem.graph
 
@@ -111,8 +111,8 @@ def solve(incumbent: Incumbent, seed: int, *, randomized: bool = True) -> None:
     """Rounds the relaxation for every ε.
 
     Args:
-        incumbent, seed: as of every solver.
-        randomized: round at random, too, and not only by thresholds.
+        incumbent, seed: as for every solver.
+        randomized: whether to round at random, too, and not only by thresholds.
     """
     problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:

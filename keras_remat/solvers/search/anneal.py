@@ -1,5 +1,4 @@
-"""Simulated annealing on the order itself: runs are added, taken away and moved, first runs
-included.
+"""Anneals the order itself: runs are added, taken away and moved, first runs included.
 
 After FastSA (Imanishi, Xu, Takagi, Wang, Castillo, NeurIPS 2023), which anneals over orders in
 which an op may occur several times. :mod:`keras_remat.solvers.engines.moves` makes the moves, about
@@ -8,11 +7,11 @@ a million a second. The energy is
     time + λ · Σ over cells of the bytes above the budget
 
 While a round cools (:class:`Cooling`), λ grows: at first the order passes through states far over
-the budget, at the end none is worth it. A round begins with the best order so far, or where there
-is none, with what the one before ended with. What it returns depends on the seed alone.
+the budget, at the end none is worth it. A round begins with the best order so far, or, where there
+is none, with the last order of the round before. The result depends on the seed alone.
 
 Until the kernel is compiled (:mod:`keras_remat.solvers.engines.native`) it runs as Python, with the
-same moves for the same seed, and a round has fewer of them.
+same moves for the same seed, but fewer of them in a round.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from keras_remat.solvers.orders.timeline import Timeline, order_of
 from keras_remat.solvers.search import greedy
 
 REPAIR_CHUNKS = 12
-"""How often λ doubles at the end of a round that would end over the budget."""
+"""Number of times that λ doubles at the end of a round that would end over the budget."""
 CHUNK_MOVES = 2_000
-"""Moves at one temperature."""
+"""Number of moves at one temperature."""
 MOVE_S, MOVE_S_PER_OP = 1.2e-6, 1.6e-9
-"""Seconds of a move that work limits are computed with; more than it takes."""
+"""Seconds of a move, from which work limits are computed; more than it takes."""
 SLOWNESS = 60
-"""The same, in Python."""
+"""Factor on these seconds for a move in Python."""
 WAIT_SHARE = 0.1
-"""Share of the time limit that the machine code is waited for."""
+"""Share of the time limit to wait for the machine code."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ class Cooling:
 
     Args:
         heats: the first and the last temperature, in times of a typical op.
-        penalties: the first and the last λ, in store-all times that being over by the whole budget
-            everywhere costs.
-        spread_chunks: runs are spaced evenly again after so many chunks. Where cells are crowded no
-            runs are added.
+        penalties: the first and the last λ, as the number of store-all times that it costs to be
+            over the budget by the whole budget everywhere.
+        spread_chunks: number of chunks after which runs are spaced evenly again. Where cells are
+            crowded, no runs are added.
     """
 
     heats: tuple[float, float]
@@ -109,12 +108,12 @@ def solve(incumbent: Incumbent, seed: int) -> None:
 
 
 def moves_for(problem: Problem, time_limit_s: float, *, compiled: bool) -> int:
-    """Returns how many moves fit into a time limit; they take time with the length of the order.
+    """Returns how many moves fit into a time limit; in longer orders, moves take longer.
 
     Args:
-        problem: what is searched.
+        problem: the problem whose orders are searched.
         time_limit_s: seconds.
-        compiled: whether the moves are.
+        compiled: whether the moves are machine code.
     """
     move_s = (MOVE_S + MOVE_S_PER_OP * len(problem.graph.needed)) * (1 if compiled else SLOWNESS)
     return int(work_budget_s(time_limit_s) / move_s)
@@ -133,14 +132,14 @@ def improve(
     """Yields legal orders within the budget, each faster than ``start`` and than the one before.
 
     Args:
-        problem: with a budget.
-        start: a legal order; one over the budget is where the search for one within it begins.
-            Without one, it begins with the memory-aware order.
-        deadline: to end at.
-        moves: of every round.
+        problem: a problem with a budget.
+        start: a legal order to begin with, within the budget or over it; ``None`` for the
+            memory-aware order.
+        deadline: deadline at which the search ends.
+        moves: number of moves of every round.
         compiled: whether the moves are machine code; they are the same.
-        coolings: of the rounds.
-        seed: of every choice.
+        coolings: one for each round.
+        seed: seed of every choice.
     """
     if problem.budget_bytes is None or not problem.graph.needed:
         return

@@ -1,5 +1,6 @@
-"""Search from the end of the step backwards: what must be alive before each run. Finds schedules
-near the floor, or proves that none exist.
+"""Searches from the end of the step backwards, for schedules near the floor.
+
+It finds one, or proves that none exists, by following the values that must be alive before a run.
 
 Let H be the values that must be alive at some moment. Whichever op i ran last before it wrote one
 of them, and the moment before that
@@ -8,14 +9,13 @@ of them, and the moment before that
     buffers ≤ budget.
 
 From the graph's outputs to the empty set, each such step is one run, the last one first, and every
-schedule without useless runs is such a path. What dies at i is known (inputs not in H), so that
-this is the memory semantics of :mod:`keras_remat.core.simulate` and not a model of it; order and
-number of recomputations are free. It is the pebble game of Sethi (1975) played backwards. Near the
-floor few sets fit the budget: that is where heuristics that walk forwards get stuck, and where this
-search is short.
+schedule without useless runs is such a path. The values that die at i are known (inputs not in H),
+so that bytes are exactly those of :mod:`keras_remat.core.simulate`; order and number of
+recomputations are free. It is the pebble game of Sethi (1975) played backwards. Near the floor few
+sets fit the budget: there, heuristics that walk forwards get stuck, and this search is short.
 
-Depth first, sets seen before are dropped, and two kinds of step are taken at once, because what
-remains is no harder:
+The search goes depth first, and drops sets that it has seen before. Two kinds of step are taken at
+once, because the rest of the way is no harder after them:
 
 * (merge) all inputs of i are in H: H' is a subset of H. Costs a recomputation, which
   :mod:`keras_remat.solvers.orders.trim` may take back.
@@ -23,10 +23,10 @@ remains is no harder:
   there is from H, i can be moved to its front. This counts on buffers not being taken over: in
   graphs with ``may_reuse`` it proves nothing.
 
-When a search that may prove something ends by itself, no schedule fits; otherwise it is cut off by
-a number of steps. Two sorts of search: ``"once"`` tries first runs before recomputations and does
-not merge, which recomputes less; ``"few"`` tries the steps with the fewest bytes first and takes
-all shortcuts that prove something.
+When a search without unproved shortcuts ends by itself, no schedule fits; otherwise a number of
+steps cuts it off. There are two sorts of search: ``"once"`` tries first runs before recomputations
+and does not merge, which recomputes less; ``"few"`` tries the steps with the fewest bytes first and
+takes all shortcuts that prove something.
 
 Known limits: nothing is minimized, and thousands of ops are too many.
 """
@@ -45,8 +45,8 @@ from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
 
 STEPS_PER_S = 60_000
-"""Steps looked at per second of a time limit, too big ones included; fewer than there are in a
-second."""
+"""Steps looked at per second of a time limit, those over the budget included; fewer than a machine
+looks at in a second."""
 
 Sort = Literal["few", "once"]
 _Path = tuple[int, "_Path | None"]
@@ -55,11 +55,12 @@ _Position = tuple[int, int, int, _Path | None]
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
-    """Offers the orders that the two sorts of search end at, without the recomputations there is
-    room for.
+    """Offers the orders that the two sorts of search find.
+
+    Recomputations that the budget has room to avoid are taken back first.
 
     Raises:
-        InfeasibleBudgetError: proved that no schedule fits.
+        InfeasibleBudgetError: it is proved that no schedule fits.
     """
     problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:
@@ -70,10 +71,10 @@ def solve(incumbent: Incumbent, seed: int) -> None:
 
 
 def both(problem: Problem, max_steps: int, deadline: Deadline) -> Iterator[tuple[int, ...]]:
-    """Yields the orders that the two sorts of search end at; arguments as of :func:`search`.
+    """Yields the orders that the two sorts of search find; arguments as in :func:`search`.
 
     Raises:
-        InfeasibleBudgetError: proved that no schedule fits.
+        InfeasibleBudgetError: it is proved that no schedule fits.
     """
     sorts: tuple[Sort, ...] = ("once", "few")
     for sort in sorts:
@@ -90,17 +91,18 @@ def steps_limit(time_limit_s: float) -> int:
 def search(
     problem: Problem, sort: Sort, *, max_steps: int, deadline: Deadline = NO_DEADLINE
 ) -> tuple[int, ...] | None:
-    """Returns a legal order within the budget, or ``None`` where the search was cut off, or ended
-    and proves nothing.
+    """Returns a legal order within the budget.
+
+    Returns ``None`` where the search was cut off, or where it ended but proves nothing.
 
     Args:
-        problem: with a budget.
+        problem: a problem with a budget.
         sort: see the module docstring.
-        max_steps: the search is cut off when it has looked at this many.
-        deadline: to end at.
+        max_steps: number of steps after which the search is cut off.
+        deadline: deadline at which the search ends.
 
     Raises:
-        InfeasibleBudgetError: proved that there is none.
+        InfeasibleBudgetError: it is proved that no schedule fits.
     """
     game = _Game(problem)
     merges = sort == "few"
@@ -135,12 +137,13 @@ def search(
 def _at_once(
     game: _Game, position: _Position, seen: set[tuple[int, int]], *, merges: bool, moves: bool
 ) -> tuple[_Position, list[_Step]]:
-    """Returns where the steps that are taken at once lead, and the steps that there are from there;
-    none where the way is over, or it was seen before.
+    """Takes all steps that are taken at once; returns the position after them, and its next steps.
+
+    There are no next steps where the search is at its end, or the position was seen before.
 
     Args:
-        seen: values alive and effects left of the positions before; what is passed is added.
-        merges, moves: which of the two kinds of step is taken at once.
+        seen: values alive and effects left of earlier positions; the positions passed are added.
+        merges, moves: whether (merge) and (first run) steps are taken at once.
     """
     alive, left, held, path = position
     while left:
@@ -161,8 +164,11 @@ def _at_once(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Stands for a run of an op before which ``alive`` must be alive and the ops ``left`` have to
-    run; ``first`` when it is the op's first run."""
+    """Stands for a run of an op, one step backwards.
+
+    Before it, the values ``alive`` must be alive and the ops ``left`` have to run. ``first`` says
+    whether it is the op's first run.
+    """
 
     op_id: int
     alive: int
@@ -188,7 +194,7 @@ class _Game:
         self.ancestors = [0] * count
         self.blockers = [0] * count  # ops whose copies must all run later
         self.effects = 0
-        self.looked = 0  # steps
+        self.looked = 0  # number of steps looked at
         self.takes_over = any(graph.ops[i].may_reuse for i in graph.needed)
         for op_id in sorted(graph.needed):
             op = graph.ops[op_id]
@@ -207,7 +213,7 @@ class _Game:
         return self.effects, _bits(v for v in self.graph.outputs if self.producer[v] >= 0)
 
     def closure(self, alive: int, effects: int) -> int:
-        """Returns the ops that must run before ``alive`` is there and ``effects`` have happened."""
+        """Returns the ops that must run until ``alive`` are there and ``effects`` have run."""
         left = 0
         for op_id in [*(self.producer[v] for v in _members(alive)), *_members(effects)]:
             left |= self.ancestors[op_id]

@@ -1,26 +1,27 @@
-"""Runs a base order op by op and evicts values when an allocation does not fit: one pass of
-:mod:`keras_remat.solvers.search.greedy`.
+"""Makes one pass of :mod:`keras_remat.solvers.search.greedy`, and evicts values to make room.
 
-As an online rematerializer such as DTR (Kirisame et al. 2021, arXiv 2006.09616) would: an evicted
-value is computed again when an op asks for it, parents first. What DTR has to guess is known here:
-when each value is read next (Belady's rule), whether an op may still run again (``after``,
+A pass runs a base order op by op. Where an allocation does not fit, it evicts values, as an online
+rematerializer such as DTR (Kirisame et al. 2021, arXiv 2006.09616) would: an evicted value is
+computed again when an op asks for it, parents first. DTR has to guess three facts that are known
+here: when each value is read next (Belady's rule), whether an op may still run again (``after``,
 ``recomputable``), and which evicted ops are waiting for a value. The value with the least
 
     (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next
     need) ** b)
 
-goes first. What a value costs is looked up only as far as it takes to see that another goes before
-it: near the floor a look would be at hundreds of ops, for a few ops that run. An input of the
-running op that is read again later can go too where its buffer is taken over. Evicting late costs
-nothing: the derived lifetime of an evicted value ends at its last read, not at the moment of the
-decision.
+is evicted first. The cost of a value is added up only until another value is known to be evicted
+before it: near the floor a full look would be at hundreds of ops, for a few ops that run. An input
+of the running op that is read again later can go, too, where its buffer is taken over. Evicting
+late costs nothing: the derived lifetime of an evicted value ends at its last read, not at the
+moment of the decision.
 
-The decisions are in :mod:`keras_remat.solvers.engines.evictions`, here are the tables they work on.
-They are machine code once that is there, and Python before; both decide the same.
+The decisions are in :mod:`keras_remat.solvers.engines.evictions`; this module holds the tables they
+work on. The decisions run as machine code once it is compiled, and as Python before; both decide
+the same.
 
 DTR's own walk (:mod:`keras_remat.solvers.papers.dtr`) is another one on purpose: it locks inputs
-before they are there, takes the first that is missing, and may go over its budget. Why
-there are three walks is said in :mod:`keras_remat.solvers.orders.demand`.
+before they are there, takes the first that is missing, and may go over its budget.
+:mod:`keras_remat.solvers.orders.demand` explains why there are three walks.
 """
 
 from __future__ import annotations
@@ -44,17 +45,18 @@ from keras_remat.core.topology import last_runs
 from keras_remat.solvers.engines import evictions, native
 
 LOOKED_AT_AGAIN = 6
-"""What a value costs is first looked up at the op that computes it, and then at so many times as
-many missing ones as before, until another value is known to cost less (``benchmarks/ablation.py``
-says what that is worth)."""
+"""Factor by which a look grows. The cost of a value is first that of the op that computes it. Each
+further look is at this many times as many missing ops as the one before, until another value is
+known to cost less (``benchmarks/ablation.py`` measures what that is worth)."""
 KEPT_SHARE = 1 / 256
-"""Share of the budget for small values that are never dropped. What is computed from them (a mean,
-spread out to the size of an activation) can then be computed again when the large values they come
-from are gone and variables have been updated. Most small values of a step in slices are sums over
-parts of the batch: those of a U-Net took the share, statistics of some layers were dropped, and
-less than 81 MiB had no schedule, where 60 have one."""
+"""Share of the budget for small values that are never dropped. Values that are computed from them
+(a mean, spread out to the size of an activation) can then be computed again when the large values
+behind them are gone and variables have been updated. Most small values of a step in slices are sums
+over parts of the batch, and are left out: those of a U-Net had taken the share, statistics of some
+layers were dropped, and less than 81 MiB had no schedule, where 60 now have one."""
 NATIVE_OPS = 500
-"""Graphs with fewer ops are done in Python before machine code is loaded, which takes a second."""
+"""Number of ops. Passes over smaller graphs end in Python before machine code is loaded, which
+takes a second."""
 _DTYPES = {int: np.int64, float: np.float64, bool: np.bool_}
 _WHY = {
     evictions.FULL: "nothing can be evicted",
@@ -69,25 +71,28 @@ Columns = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Policy:
-    """Exponents of the eviction score: ``cost`` of the recomputation seconds, ``distance`` of the
-    distance to the next need."""
+    """Holds the exponents of the eviction score.
+
+    ``cost`` is that of the recomputation seconds, ``distance`` that of the distance to the next
+    need.
+    """
 
     cost: float
     distance: float
 
 
 class StuckError(Exception):
-    """Says that the policy cannot go on within its limits."""
+    """Reports that the policy cannot go on within its limits."""
 
 
 @dataclass(frozen=True)
 class _BaseTables:
-    """Holds what passes over one base order share.
+    """Holds the tables that all passes over one base order share.
 
     Args:
-        links: of the graph, and the positions at which values are read.
-        reads: where those of each value begin and end.
-        last_runs: of the ops.
+        links: links of the graph, followed by the positions at which values are read.
+        reads: columns that say where the positions of each value begin and end in ``links``.
+        last_runs: for each op, the position before which it may last run.
     """
 
     links: list[int]
@@ -96,8 +101,11 @@ class _BaseTables:
 
 
 class Tables:
-    """Holds what all passes over a graph share: its links, and the columns of its records, by the
-    names of :mod:`keras_remat.solvers.engines.evictions`."""
+    """Holds the tables that all passes over a graph share.
+
+    They are its links, and the columns of its records by the names of
+    :mod:`keras_remat.solvers.engines.evictions`.
+    """
 
     def __init__(self, graph: Graph):
         values, ops = graph.values, graph.ops
@@ -138,15 +146,18 @@ class Tables:
         self._of_base: dict[tuple[int, ...], _BaseTables] = {}
 
     def kept(self, budget: int) -> list[bool]:
-        """Returns which values are kept for good: the smallest ones, as many as hold
-        :data:`KEPT_SHARE` of a budget together."""
+        """Returns for each value whether it is kept for good.
+
+        The smallest values are, as many as hold at most the share :data:`KEPT_SHARE` of a budget
+        together.
+        """
         kept = [False] * len(self.values["nbytes"])
         for value_id in self._small[: bisect_right(self._small_bytes, int(KEPT_SHARE * budget))]:
             kept[value_id] = True
         return kept
 
     def of_base(self, base: tuple[int, ...]) -> _BaseTables:
-        """Returns what all passes over a base order share."""
+        """Returns the tables that all passes over a base order share."""
         if base not in self._of_base:
             links, graph = list(self.links), self._graph
             reads = _linked(links, "reads", _reads(graph, self.inputs, base))
@@ -155,8 +166,11 @@ class Tables:
 
 
 def _small_values(graph: Graph) -> list[int]:
-    """Returns the values that may be kept for good, the smallest first. Of a step in slices, those
-    from which only as small ones are computed are none: these are."""
+    """Returns the values that may be kept for good, the smallest first.
+
+    In a step in slices, values from which only values no larger are computed are left out: most of
+    them are sums over parts of the batch.
+    """
     in_slices, found = is_sliced(graph), []
     for value in sorted(graph.values, key=lambda value: value.nbytes):
         made = [graph.values[child].nbytes for child in graph.children[value.id]]
@@ -167,7 +181,10 @@ def _small_values(graph: Graph) -> list[int]:
 
 
 def _reads(graph: Graph, inputs: Sequence[Sequence[int]], base: Sequence[int]) -> list[list[int]]:
-    """Returns where each value is read in a base order, and its end where the value stays."""
+    """Returns the positions in a base order at which each value is read.
+
+    The end of the order is added for values that are alive at the end.
+    """
     reads: list[list[int]] = [[] for _ in graph.values]
     for position, op_id in enumerate(base):
         for value_id in inputs[op_id]:
@@ -178,7 +195,7 @@ def _reads(graph: Graph, inputs: Sequence[Sequence[int]], base: Sequence[int]) -
 
 
 def _linked(links: list[int], name: str, members: Iterable[Iterable[int]]) -> dict[str, list[int]]:
-    """Adds lists to links; returns where each begins and ends, as columns."""
+    """Adds lists to ``links``; returns where each begins and ends, as two columns."""
     begins, ends = list[int](), list[int]()
     for one in members:
         begins.append(len(links))
@@ -188,19 +205,19 @@ def _linked(links: list[int], name: str, members: Iterable[Iterable[int]]) -> di
 
 
 class Eviction:
-    """Makes one pass over the base order, a legal order without recomputation of at least the
-    needed ops.
+    """Makes one pass over a base order.
 
-    :meth:`run` raises :class:`StuckError` when nothing can be evicted and the next op does not fit,
-    when the recomputations explode, when a schedule faster than ``worse_than_s`` is out of reach,
-    or at ``deadline``.
+    The base order is legal, holds at least the needed ops, and recomputes nothing. :meth:`run`
+    raises :class:`StuckError` when nothing can be evicted and the next op does not fit, when the
+    recomputations explode, when a schedule faster than ``worse_than_s`` is out of reach, or at
+    ``deadline``.
 
     Args:
-        tables: of the problem's graph, where they are known.
+        tables: tables of the problem's graph, where they are known.
 
     Attributes:
-        steps: made so far.
-        kept: whether each value is never dropped.
+        steps: number of steps made so far.
+        kept: for each value, whether it is never dropped.
     """
 
     def __init__(
@@ -221,12 +238,12 @@ class Eviction:
         self.steps = 0
 
     def run(self, limit: int, *, compiled: bool | None = None) -> tuple[int, ...]:
-        """Returns the order.
+        """Makes the pass, and returns its order.
 
         Args:
-            limit: steps after which nothing is computed again.
-            compiled: whether the decisions are machine code; ``None`` for a large graph's, once it
-                is there.
+            limit: number of steps after which nothing is computed again.
+            compiled: whether the decisions run as machine code; ``None``: if the graph is large and
+                the machine code is there.
         """
         if compiled is None:
             compiled = len(self.problem.graph.ops) >= NATIVE_OPS and native.is_compiled()
@@ -299,7 +316,7 @@ class Eviction:
 
 
 def _rows(kinds: Mapping[str, type], columns: Columns, count: int) -> Any:
-    """Returns records as the rows of an array; what has no column is zero."""
+    """Returns records as the rows of an array; fields without a column are zero."""
     dtype = [(name, _DTYPES[kind]) for name, kind in kinds.items()]
     array = np.zeros(count, dtype=dtype).view(np.recarray)
     for name, column in columns.items():

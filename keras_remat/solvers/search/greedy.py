@@ -1,5 +1,6 @@
-"""Greedy eviction with exact knowledge of the future: a first valid schedule for graphs of 15,000
-ops, in seconds.
+"""Finds a first valid schedule in seconds, for graphs of 15,000 ops: greedy eviction.
+
+It knows the future exactly.
 
 :mod:`keras_remat.solvers.search.eviction` runs a base order under one policy of what to evict. No
 single policy wins everywhere, so a few are tried on each base order (the default one, and the
@@ -7,8 +8,8 @@ memory-aware one of :mod:`keras_remat.solvers.orders.reorder`), and some under t
 Recomputations are taken back where there is room (:mod:`keras_remat.solvers.orders.trim`), and the
 fastest schedule is returned.
 
-The first schedule is counted work, and no clock ends it: on a machine that is very busy or very
-slow it comes later, but it is the same. The clock ends what comes after it.
+The search for the first schedule ends by counted work and not by the clock: on a very busy or very
+slow machine the schedule comes later, but it is the same. The clock ends the search after it.
 
 Known limits: no other decision is revised (:mod:`keras_remat.solvers.search.anneal` does more), and
 no bound is proved.
@@ -41,8 +42,8 @@ POLICIES = (
 )
 
 SLICED_POLICIES = POLICIES[1::-1]
-"""The policies that a graph in slices is tried with first. On a U-Net of 5,197 ops in 8 slices the
-other policies go on without end."""
+"""Policies that are tried first on a graph in slices. On a U-Net of 5,197 ops in 8 slices the other
+policies go on without end."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +51,27 @@ class GreedyOptions:
     """Rules which passes are made, and how long each goes on.
 
     Args:
-        steps_per_s: steps per second of a time limit; fewer than there are in a second.
-        tighter_shares: budgets that are tried, as shares of the room above the floor: what gets
-            stuck under one may pass under a tighter one, and trimming gives back what is too tight.
-            The next one is tried while nothing is known, or the last one was an improvement.
-        patience: steps per op that a policy gets, the next number where nothing was found with the
-            one before; a policy that thrashes is seldom worth waiting for.
+        steps_per_s: steps per second of a time limit; fewer than a machine makes in a second.
+        tighter_shares: budgets that are tried, as shares of the room above the floor. A policy that
+            gets stuck under one budget may pass under a tighter one, and trimming uses the room
+            that is left. The next budget is tried while no schedule is known, or while the last one
+            gave a faster schedule.
+        patience: steps per op that a policy gets; the next number is used where nothing was found
+            with the one before. A policy that thrashes is seldom worth waiting for.
         first_passes: steps per op for the first schedule, whatever the time limit and the clock
-            say. On the problems of RematBench that have one it takes 1.0 to 1.2.
-        sliced_first_passes: the same of a graph in slices. A part of what a normalization reads is
-            computed again in several rounds over the batch, each time from far behind: a U-Net's of
-            5,197 ops in 8 slices takes 6 at 0.8 of the floor of its whole ops, 10 at 0.6, 25 at
-            0.5, 41 at 0.45 and 79 at 0.4.
-        sliced_patience, sliced_last_patience: steps per op that each of :data:`SLICED_POLICIES`
-            gets on each order, and that the first one gets on the default order, which goes slice
-            by slice, where none has found anything. At 0.8 of the floor of MobileNetV2's step a
-            schedule that adds 0.3 takes 6 to 17, and one that adds 0.9 takes 71. Below 0.5 of that
-            U-Net's floor, schedules are found by that policy on that order alone.
-        trim_gain: a run goes on until its overhead is this many times the best one's: trimming may
-            still make it the better one.
+            say. On the problems of RematBench that have a schedule, it takes 1.0 to 1.2.
+        sliced_first_passes: the same for a graph in slices. A part of a normalization's input is
+            computed again in several rounds over the batch, each time from far behind: on a U-Net
+            of 5,197 ops in 8 slices, the first schedule takes 6 at 0.8 of the floor of its whole
+            ops, 10 at 0.6, 25 at 0.5, 41 at 0.45 and 79 at 0.4.
+        sliced_patience: steps per op that each of :data:`SLICED_POLICIES` gets on each order. At
+            0.8 of the floor of MobileNetV2's step, a schedule that adds 0.3 takes 6 to 17, and one
+            that adds 0.9 takes 71.
+        sliced_last_patience: steps per op that the first of these policies gets on the default
+            order, which goes slice by slice, where none has found a schedule. Below 0.5 of that
+            U-Net's floor, only that policy on that order finds schedules.
+        trim_gain: factor on the best schedule's overhead, up to which a run goes on: trimming may
+            still make its schedule the better one.
     """
 
     steps_per_s: int = 80_000
@@ -85,8 +88,10 @@ OPTIONS = GreedyOptions()
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
-    """Offers what all policies find on the default and the memory-aware base order; there is
-    nothing random here."""
+    """Offers the schedules of all policies on the default and the memory-aware base order.
+
+    Nothing is random here.
+    """
     if not incumbent.offer_store_all():
         steps = steps_limit(incumbent.deadline.seconds)
         for order in candidates(incumbent.problem, deadline=incumbent.deadline, max_steps=steps):
@@ -94,8 +99,10 @@ def solve(incumbent: Incumbent, seed: int) -> None:
 
 
 def solve_first(incumbent: Incumbent, seed: int) -> None:
-    """Offers the first schedule that any policy finds, in a fraction of the time that the fastest
-    takes; the seed says which policy is the first to be tried."""
+    """Offers the first schedule that any policy finds, much earlier than the fastest one.
+
+    The seed chooses the policy that is tried first.
+    """
     first = seed % len(POLICIES)
     found = candidates(
         incumbent.problem,
@@ -108,12 +115,13 @@ def solve_first(incumbent: Incumbent, seed: int) -> None:
 
 
 def look(problem: Problem, below_s: float) -> tuple[int, ...] | None:
-    """Returns the first order that a few passes find for a graph in slices; ``None`` where they
-    find none. No clock ends it.
+    """Returns the first order that a few passes find for a graph in slices.
+
+    Returns ``None`` where they find none. No clock ends the passes.
 
     Args:
-        problem: with a budget.
-        below_s: one that recomputes and is slower will not do.
+        problem: a problem with a budget.
+        below_s: seconds; an order that recomputes and is slower will not do.
     """
     orders, budget = base_orders(problem), problem.budget_bytes
     fitting = _fitting(problem, orders)
@@ -146,12 +154,12 @@ def candidates(
     """Yields legal orders within the budget, each faster than the one before.
 
     Args:
-        problem: with a budget.
+        problem: a problem with a budget.
         deadline: no policy runs past it once there is a schedule.
-        max_steps: steps of all policies together (:func:`steps_limit`).
+        max_steps: number of steps of all policies together (:func:`steps_limit`).
         orders: base orders; the memory-aware one and the default one when missing.
-        policies: what is tried on each, in this order.
-        anyway: whether the first schedule gets :func:`sure_steps` at least, without a clock.
+        policies: policies to try on each order, in this order.
+        anyway: whether the first schedule gets at least :func:`sure_steps`, which no clock ends.
     """
     if orders is None:
         orders = base_orders(problem)
@@ -198,8 +206,9 @@ def _fitting(problem: Problem, orders: Sequence[Sequence[int]]) -> tuple[int, ..
 def _in_slices(
     problem: Problem, passes: _Passes, orders: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yields what a few passes find on a graph in slices before other policies and budgets are
-    tried.
+    """Yields the orders that a few passes find on a graph in slices.
+
+    These passes come before other policies and budgets.
 
     Args:
         orders: base orders; the last one goes slice by slice.
@@ -217,9 +226,9 @@ class _Passes:
     """Runs policies, and counts their steps.
 
     Args:
-        left: steps of all of them together.
-        sure: steps until the first schedule that no clock ends.
-        best_s: seconds of the slowest schedule that will not do.
+        left: number of steps that all of them may make together.
+        sure: number of steps for the first schedule that no clock ends.
+        best_s: seconds; a schedule has to be faster.
 
     Attributes:
         best_s: seconds of the fastest schedule so far.
@@ -250,11 +259,10 @@ class _Passes:
     def faster(
         self, tighter: Problem, order: Sequence[int], policy: Policy, most_steps: int
     ) -> tuple[int, ...] | None:
-        """Returns a schedule within the budget that is faster than those before; ``None`` where a
-        policy finds none.
+        """Returns a policy's schedule within the budget, if it is faster than those before.
 
         Args:
-            tighter: the problem with a budget that may be lower.
+            tighter: the problem with the same or a lower budget.
         """
         known_s = self._problem.store_all_time_s
         most_s = known_s + OPTIONS.trim_gain * (self.best_s - known_s)

@@ -1,5 +1,6 @@
-"""The 0-1 program of :mod:`keras_remat.solvers.search.intervals`: which ops run again where, and
-what is retained.
+"""Writes the 0-1 program of :mod:`keras_remat.solvers.search.intervals`.
+
+It decides which ops run again and where, and which values are retained.
 
 **Cells.** The base order is interleaved with *candidate cells*: op v may run again in slot s, that
 is, just before the op at base position s. Candidates of one slot follow each other in base order.
@@ -49,8 +50,10 @@ TIME_STEPS = 10**7
 
 @dataclass(frozen=True)
 class Cell:
-    """Is a place in the order where an op runs (base) or may run again (candidate, with its
-    variable)."""
+    """Holds a place in the order where an op runs (base) or may run again (candidate).
+
+    A candidate has a variable.
+    """
 
     slot: int
     op_id: int
@@ -58,8 +61,10 @@ class Cell:
 
 
 def recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[Pair]:
-    """Yields every run of an op after its first one; its slot is the base position of the next
-    first run."""
+    """Yields every run of an op after its first one, with its slot.
+
+    The slot is the base position of the next first run.
+    """
     place = {op_id: at for at, op_id in enumerate(base)}
     seen: set[int] = set()
     waiting: list[int] = []
@@ -77,14 +82,14 @@ class Model:
     """Writes the program of the module docstring, and reads an order from an assignment.
 
     Args:
-        problem: with a budget.
+        problem: a problem with a budget.
         base: the order of the first runs.
-        candidates: recomputations that are in question.
+        candidates: recomputations that the program decides on.
         hint: a legal order to start from, with the first runs in the order of ``base``;
             recomputations that are no candidates are left out.
 
     Attributes:
-        program: what CP-SAT solves.
+        program: the program that CP-SAT solves.
     """
 
     KEPT, GONE = -1, -2  # segments that are constant: retained, or not there at all
@@ -129,7 +134,7 @@ class Model:
             op = self.graph.ops[cell.op_id]
             for value_id in dict.fromkeys((*op.inputs, *op.outputs)):
                 value = self.graph.values[value_id]
-                # what takes no room is kept and needs no decision
+                # a value of no bytes is kept and needs no decision
                 if value.producer is not None and value.nbytes > 0:
                     self.events.setdefault(value_id, []).append(at)
         for value_id in self.graph.outputs:
@@ -142,7 +147,7 @@ class Model:
             self.program.hint = self._hint(hint)
 
     def order(self, ones: frozenset[int]) -> tuple[int, ...]:
-        """Returns the order an assignment stands for."""
+        """Returns the order that an assignment stands for."""
         return tuple(
             cell.op_id for cell in self.cells if cell.variable < 0 or cell.variable in ones
         )
@@ -151,8 +156,10 @@ class Model:
         return nbytes // self.unit_bytes
 
     def _segment(self, value_id: int, events: list[int]) -> None:
-        """Chooses constants and variables for the segments of a value, last one first, and writes
-        (1), (2), (3), (5)."""
+        """Chooses constants and variables for the segments of a value, the last one first.
+
+        Writes (1), (2), (3) and (5).
+        """
         producer = self.graph.values[value_id].producer
         after = [self.GONE] * len(events)
         clauses = self.program.clauses
@@ -217,7 +224,7 @@ class Model:
         """Returns the terms (variable → units) and the constant of (4) at a cell.
 
         Args:
-            later: the segments after the cell of what it reads and writes.
+            later: value read or written at the cell → its segment after the cell.
         """
         op = self.graph.ops[cell.op_id]
         terms, constant = dict(across), kept
@@ -240,17 +247,19 @@ class Model:
         return terms, constant
 
     def _new_buffer(self, cell: Cell, donors: list[int], rank: int) -> int:
-        """Returns the variable that is 1 when an output of a cell needs a buffer of its own: when
-        fewer than ``rank`` inputs of its size are given up there.
+        """Returns the variable that is 1 when an output of a cell needs a buffer of its own.
+
+        It needs one when fewer than ``rank`` inputs of its size are given up at the cell.
 
         Args:
-            donors: the segments after the cell of the inputs whose buffers it could take over.
-            rank: its place among the outputs of its size, from 1.
+            donors: segments, after the cell, of the inputs whose buffers the output could take
+                over.
+            rank: place of the output among the outputs of its size, from 1.
         """
         runs = cell.variable if cell.variable >= 0 else self.KEPT
         if donors.count(self.GONE) >= rank:
             return self.GONE
-        spare = len(donors) - donors.count(self.KEPT)  # given up at most
+        spare = len(donors) - donors.count(self.KEPT)  # inputs that may be given up
         if spare < rank:
             return runs
         new = self.program.variable()
@@ -291,8 +300,10 @@ class Model:
 
 
 class _MergedRows:
-    """Adds ``constant + Σ units·x ≤ capacity`` for successive cells; cells that differ little share
-    the row of their largest terms."""
+    """Adds ``constant + Σ units·x ≤ capacity`` for successive cells.
+
+    Cells that differ little share one row, with the largest of their terms.
+    """
 
     def __init__(self, program: cp_sat.Program, capacity: int, slack: float):
         self.program, self.capacity, self.slack = program, capacity, slack

@@ -1,4 +1,4 @@
-"""Retention intervals, with as many recomputations per op as pay, by CP-SAT.
+"""Chooses retention intervals by CP-SAT, with as many recomputations per op as pay.
 
 Bartan et al. 2023 (MOCCASIN, arXiv 2304.14463, sec. 3) give every op of a fixed order one or two
 *retention intervals* with integer ends. Here an interval is written as a run of retained segments
@@ -6,15 +6,14 @@ instead, which needs Booleans only and lifts three limits of that model: an op m
 than once, values recomputed in one slot do not count all at once, and buffers that are taken over
 count once.
 
-The program is in :mod:`keras_remat.solvers.search.interval_program`. Candidates are the slots where
-a value has a reader after a long gap, and those of its recomputed readers a few levels up, which
-keeps it small.
+The program is in :mod:`keras_remat.solvers.search.interval_program`. To keep it small, the
+candidates are only the slots where a value has a reader after a long gap, and the slots of its
+recomputed readers a few levels up.
 
-Known limits: what is computed again between two first runs is so in the order of the first ones,
-each op once (twice in tiny orders); the order of first runs is fixed, so the program's bound says
-nothing about other orders and is not reported; ``status`` is ``"optimal"`` only when nothing is
-recomputed or the bound that holds for every order (:mod:`keras_remat.solvers.bounds.cut_bound`) is
-met.
+Known limits: ops that run again between two first runs do so in the order of their first runs, each
+once (twice in tiny orders). The order of first runs is fixed, so the program's bound does not hold
+for other orders and is not reported. ``status`` is ``"optimal"`` only when nothing is recomputed,
+or when the bound that holds for every order (:mod:`keras_remat.solvers.bounds.cut_bound`) is met.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from keras_remat.solvers.search.interval_program import (
 )
 
 DEPTHS = (2, 4, 8, 16)
-"""Successive depths of candidates; the next is tried when the program of the last was solved to its
-optimum."""
+"""Depths of candidates, tried one after the other; the next is tried when the program of the last
+was solved to its optimum."""
 WORK_PER_S = 0.12
-"""Units of CP-SAT's deterministic time per second of a time limit: fewer than it does in a second,
-so that they run out first."""
+"""Units of CP-SAT's deterministic time per second of a time limit: fewer than CP-SAT does in a
+second, so that the units run out first."""
 TIGHT_SHARE = 0.9
 """A gap matters when more than this share of the budget is in use somewhere in it."""
 MINIMUM_S = 1.0
@@ -88,19 +87,21 @@ def improve(
     depths: Sequence[int] = DEPTHS,
     seed: int = 0,
 ) -> Generator[tuple[int, ...], None, bool]:
-    """Yields legal orders within the budget as CP-SAT finds them, for one program after the other,
-    each better in its program's terms than the one before.
+    """Yields legal orders within the budget as CP-SAT finds them.
+
+    One program is solved after the other. Within a program, each order is better by its objective
+    than the one before.
 
     Args:
-        problem: with a budget.
+        problem: a problem with a budget.
         base: the order of the first runs.
         known: legal orders with these first runs; their recomputations become candidates, and the
             search starts from the fastest.
-        deadline: to end at.
-        work: deterministic limit (:func:`work_limit`).
-        depths: of each program, the levels of recomputed readers whose slots a value's producer
+        deadline: deadline at which the search ends.
+        work: units of CP-SAT's deterministic time (:func:`work_limit`).
+        depths: for each program, the levels of recomputed readers whose slots a value's producer
             inherits.
-        seed: of the search.
+        seed: seed of the search.
 
     Returns:
         Whether all programs were solved to their optimum or shown to have no solution.
@@ -159,7 +160,7 @@ def candidates(problem: Problem, base: Sequence[int], depth: int) -> set[Pair]:
             if value_id in graph.outputs:
                 reads.append(len(base))
             for previous, read in itertools.pairwise([place[op_id], *reads]):
-                # for a read after that the value is computed early and held
+                # for a read after the last allowed slot, the value is computed early and held
                 slot = min(read, last[op_id])
                 taken = (
                     is_small

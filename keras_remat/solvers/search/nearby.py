@@ -1,9 +1,10 @@
-"""Schedules near a known one: a warm start, for a budget that the known schedule is a little over.
+"""Finds schedules near a known one that is a little over the budget: a warm start.
 
-A schedule for one batch size is nearly one for the next. Annealing
-(:mod:`keras_remat.solvers.search.anneal`) from there finds in seconds what a solver that begins
-with nothing finds in many, or not at all; but it does not get far from where it begins. Large
-graphs are coarsened (:mod:`keras_remat.solvers.orders.coarsen`) along the known order.
+A schedule for one batch size nearly fits the next. Annealing
+(:mod:`keras_remat.solvers.search.anneal`) that begins with it finds a schedule in seconds. A solver
+that begins with nothing takes much longer, or finds none; but annealing does not get far from where
+it begins. Large graphs are coarsened (:mod:`keras_remat.solvers.orders.coarsen`) along the known
+order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.search import anneal
 
 ROUNDS = 4
-"""Rounds that the work of a time limit is divided into at most."""
+"""Number of rounds into which the work of a time limit is divided, at most."""
 
 
 def schedules(
@@ -34,11 +35,11 @@ def schedules(
     """Yields legal schedules within the budget, each faster than the one before.
 
     Args:
-        problem: with a budget.
+        problem: a problem with a budget.
         start: a legal order; every needed op runs in it.
         time_limit_s: seconds.
-        seed: of every choice.
-        patience: as of :func:`keras_remat.solvers.solve`.
+        seed: seed of every choice.
+        patience: as in :func:`keras_remat.solvers.solve`.
     """
     deadline = Deadline(time_limit_s, patience=patience)
     budget = problem.budget_bytes or 0
@@ -47,7 +48,7 @@ def schedules(
     known = coarse.project(start.order)
     compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s * patience)
     moves = anneal.moves_for(coarse.problem, time_limit_s, compiled=compiled)
-    # the work ends the search: one without moves enough for a round, with its repairs, has none
+    # the work ends the search: with too few moves for one round and its repairs, there is no round
     rounds = min(ROUNDS, moves // (anneal.CHUNK_MOVES * (1 + anneal.REPAIR_CHUNKS)))
     for order in anneal.improve(
         coarse.problem,
