@@ -77,9 +77,11 @@ class Whole:
     scratch: tuple[int, ...] = ()
 
     def problem(self, problem: Problem) -> Problem:
-        """Returns the problem of the whole step, from the costs of its slices. An op takes the sum
-        of its parts' times. Its workspace is the known one; else the number of parts times the
-        largest part's, which is an upper bound."""
+        """Returns the problem of the whole step, from the costs of its slices.
+
+        An op takes the sum of its parts' times. Its workspace is at least the known one. Where none
+        is known, it is the number of parts times the largest part's, which is an upper bound.
+        """
         graph, parts = self.step.graph, self.sliced.slicing.parts
         times, workspaces = [0.0] * len(graph.ops), [0] * len(graph.ops)
         for op_id, origin in enumerate(self.sliced.origins):
@@ -156,12 +158,14 @@ class ProfileRecorder(Protocol):
     remark: str
 
     def start(self) -> bool:
-        """Starts; ``False`` when it cannot, because the user's own profiler session is running."""
+        """Starts; returns ``False`` if the user's own profiler session is running."""
 
     def stop(self, lowered: RunStep, resident_bytes: int | None) -> Profile | None:
         """Stops and returns the profile of ``lowered``'s ops, or ``None`` when too few were seen.
-        Its ``source`` says whether the op times were measured. Otherwise they are estimates in
-        proportion to the measured step."""
+
+        Its ``source`` says whether the op times were measured. If not, they are estimates in
+        proportion to the measured step.
+        """
 
 
 class Backend(Protocol):

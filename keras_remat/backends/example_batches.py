@@ -74,9 +74,10 @@ def example_batch(
 
 
 def check_shapes(model: Any, batch: Any) -> None:
-    """Raises :class:`ValueError` where arrays have another shape than the model's inputs, the batch
-    dimension aside. Only functional and built Sequential models with Keras's own ``train_step`` are
-    checked.
+    """Raises :class:`ValueError` where arrays do not have the shapes of the model's inputs.
+
+    The batch dimension is not compared. Only functional and built Sequential models with Keras's
+    own ``train_step`` are checked.
 
     Args:
         model: a Keras model.

@@ -22,9 +22,11 @@ def layers(model: Any) -> list[Any]:
 
 
 def build(model: Any, batch: Any) -> None:
-    """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
-    before its first step. Where Keras cannot build the model (without a ``call``), it marks it as
-    built anyway; the mark is undone."""
+    """Builds model, losses, metrics and optimizer for a batch of arrays or specs.
+
+    ``fit`` does the same before its first step. Where Keras cannot build the model (without a
+    ``call``), it marks it as built anyway; the mark is undone.
+    """
     was_built = model.built
     try:
         model._symbolic_build(data_batch=batch)
@@ -103,9 +105,12 @@ def is_own(model: Any, name: str, base: type) -> bool:
 
 @contextmanager
 def seed_generator_in_place() -> Iterator[None]:
-    """Makes Keras's global seed generator at the start, if there is none yet. Otherwise a first
-    draw inside the context would make it from stand-ins for arrays. If nothing draws from it, it is
-    removed at the end, and Python's random state and the number in its name are restored."""
+    """Makes Keras's global seed generator at the start, if there is none yet.
+
+    Otherwise a first draw inside the context would make it from stand-ins for arrays. If nothing
+    draws from it, it is removed at the end, and Python's random state and the counter of names are
+    restored.
+    """
     from keras.src.backend.common import global_state
     from keras.src.random import seed_generator
 
@@ -147,9 +152,12 @@ def masks(arrays: Any) -> list[Any]:
 
 
 def as_fit_converts(array: Any) -> np.ndarray | None:
-    """Returns an array as ``fit`` passes it to a step: floats in Keras's float type, a Series as a
-    column. Returns ``None`` for values that ``fit`` does not accept as arrays (a number, a list). A
-    tensor of TensorFlow keeps its dtype, like the elements of a ``tf.data.Dataset``."""
+    """Returns an array as ``fit`` passes it to a step; ``None`` for values that ``fit`` does not
+    accept as arrays (a number, a list).
+
+    Floats get Keras's float type, and a Series becomes a column. A tensor of TensorFlow keeps its
+    dtype, like the elements of a ``tf.data.Dataset``.
+    """
     from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
     if not array_slicing.can_slice_array(array):
@@ -235,9 +243,11 @@ def _has_samples_of_one_shape(spec: Any) -> bool:
 
 
 def samples_of_batches(epoch_iterator: Any, batches: int) -> tuple[int, int] | None:
-    """Returns how many samples the first ``batches`` batches of an epoch have, and how many batches
-    they are, since there may be fewer; ``None`` for data other than arrays, whose batches are not
-    known in advance."""
+    """Returns how many samples the first batches of an epoch have, and how many batches they are.
+
+    There may be fewer than ``batches``. Returns ``None`` for data other than arrays, whose batches
+    are not known in advance.
+    """
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
     adapter = getattr(epoch_iterator, "data_adapter", None)

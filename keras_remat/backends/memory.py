@@ -126,9 +126,11 @@ class MemoryModel(Protocol):
         return None
 
     def compiled_step_s(self, problem: Problem, schedule: Schedule) -> float | None:
-        """Returns the seconds of a compiled step; ``None`` where not known. They follow from the
-        compiled code of this step and of Keras's own, which is taken to last as long as predicted
-        for store-all."""
+        """Returns the seconds of a compiled step; ``None`` where not known.
+
+        They follow from the compiled code of this step and of Keras's own. The latter is assumed to
+        last as long as predicted for store-all.
+        """
         return None
 
     def writing(self, problem: Problem, schedule: Schedule) -> Writing | None:

@@ -37,9 +37,11 @@ _COMPARED_SAMPLES, _MOST_NUMBERS = 4, 2**18
 
 
 def check_can_be_split(model: Any) -> None:
-    """Raises :class:`UnsupportedModelError` where summed gradients of micro-batches would differ
-    from the batch's: the model overrides ``train_step`` or ``compute_loss``, or its loss is not a
-    mean over the batch."""
+    """Raises :class:`UnsupportedModelError` for a model whose batches cannot be split.
+
+    Summed gradients of micro-batches would differ from the batch's: the model overrides
+    ``train_step`` or ``compute_loss``, or its loss is not a mean over the batch.
+    """
     import keras
 
     for name in STEP_METHODS:

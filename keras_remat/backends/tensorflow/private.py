@@ -389,9 +389,11 @@ def list_placeholder(shape: Any, dtype: Any) -> Any:
 
 
 def define_functions(library: Any) -> None:
-    """Defines the functions of a library in the process, where ops that call them by name look them
-    up. A name made by :func:`rename_functions` identifies its definition, so a known name is
-    skipped."""
+    """Defines the functions of a library in the process.
+
+    Ops that call a function by its name look it up there. A name made by :func:`rename_functions`
+    identifies its definition, so a known name is skipped.
+    """
     eager = context.context()
     eager.ensure_initialized()
     for function in library.function:

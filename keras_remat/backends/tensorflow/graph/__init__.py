@@ -1,1 +1,1 @@
-"""From a Keras train step to a graph of TensorFlow ops."""
+"""Turns a Keras train step into a graph of TensorFlow ops."""

@@ -102,9 +102,11 @@ def _pass_joins_by(function: Any, nodes: dict[str, Any]) -> None:
 
 
 def _by_gradient(function: Any, nodes: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the nodes with an effect, with those that depend on the same gradient
-    (a weight's and its slots') next to each other. Nodes are sorted by the first of the function's
-    arguments, resources aside, that they depend on."""
+    """Returns the names of the nodes with an effect, sorted by gradient.
+
+    Nodes that depend on the same gradient (a weight's and its slots') are next to each other. The
+    sort key is the first of the function's arguments, resources aside, that a node depends on.
+    """
     bits = {
         argument.name: 1 << at
         for at, argument in enumerate(function.signature.input_arg)

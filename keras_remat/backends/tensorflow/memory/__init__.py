@@ -1,1 +1,1 @@
-"""What TensorFlow's allocators do: measured, probed and replayed."""
+"""Measures, probes and replays TensorFlow's allocators."""

@@ -8,8 +8,8 @@ bytes of all regions. Given those, every event gives the size of the largest chu
 allocation from that chunk shows its place.
 
 Known limit: a recording does not show where untouched free bytes lie, only how many there are and
-how large the largest chunk is. They are assumed to be that chunk, and the rest of a chunk of which
-steps used only the front.
+how large the largest chunk is. They are assumed to be the largest chunk, or the rest of a chunk
+whose front the steps used.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _add_unseen(
 ) -> None:
     """Adds the free bytes that no step touched.
 
-    They are the largest chunk, if no extent is that large; the rest of a chunk of which steps used
-    only the front; and one more chunk.
+    They are the largest chunk, if no extent is that large; the rest of a chunk whose front the
+    steps used; and one more chunk.
 
     Args:
         cut: end of a chunk that may have been split off a larger one → bytes of the chunk. The

@@ -1,1 +1,1 @@
-"""Several replicas that train one model under ``tf.distribute.MirroredStrategy``."""
+"""Trains one model on several replicas under ``tf.distribute.MirroredStrategy``."""
