@@ -108,8 +108,10 @@ class CostFit:
 
     @cached_property
     def residual(self) -> float:
-        """Returns the share of the measured seconds that the fit misses: Σ |fitted − measured| over
-        all ops and sizes / Σ measured, a ratio."""
+        """Returns the share of the measured seconds that the fit misses, a ratio.
+
+        It is Σ |fitted − measured| over all ops and sizes / Σ measured.
+        """
         total = self._measured_s.sum()
         fitted_s = np.array([self.op_time_s(size) for size in self.sizes])
         return float(np.abs(fitted_s - self._measured_s).sum() / total) if total > 0 else 0.0

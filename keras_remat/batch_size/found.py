@@ -123,8 +123,10 @@ class BatchSearch:
 
     @property
     def step_time_errors(self) -> dict[int, float]:
-        """Returns, for every size that ran, the error of its predicted step time, a ratio:
-        (predicted − measured) / measured seconds."""
+        """Returns the error of the predicted step time of every size that ran, a ratio.
+
+        It is (predicted − measured) / measured seconds.
+        """
         return {
             size: plan.predicted.time_s / plan.measured.time_s - 1
             for size, plan in self._plans
@@ -179,8 +181,7 @@ class BatchSearch:
 
     @property
     def _points(self) -> list[tuple[int, int, float, float]]:
-        """Returns batch size, peak bytes, samples per second and overhead of every size with a
-        plan."""
+        """Returns size, peak bytes, samples per second and overhead of every size with a plan."""
         newest = {
             p.batch_size: (p.plan, p.samples_per_s) for p in self.probes if p.plan is not None
         }

@@ -1,1 +1,1 @@
-"""The problem, without any framework: graph, profile, schedule, and what follows from them."""
+"""Defines the problem without any framework: graph, profile, schedule, and their results."""

@@ -19,7 +19,7 @@ class Problem:
         profile: the costs of the graph; one entry per op.
         budget_bytes: the peak no schedule may exceed, resident bytes included; ``None`` for no
             limit.
-        name: for people.
+        name: name for people.
 
     Raises:
         InvalidProblemError: the profile is for another number of ops, or the budget is not a

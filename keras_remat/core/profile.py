@@ -21,7 +21,7 @@ class Profile:
         op_workspace_bytes: bytes alive only while the op runs, in the same order.
         resident_bytes: bytes in use through the whole step: weights, optimizer slots, the batch.
         source: ``"measured"`` on the live device or ``"estimated"`` from shapes.
-        device: for people, e.g. ``"CPU:0"``.
+        device: name for people, e.g. ``"CPU:0"``.
         backend: ``"tensorflow"``, ``"jax"``, ``"torch"`` or ``""`` when the costs came from a file.
 
     Raises:

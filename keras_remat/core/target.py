@@ -155,7 +155,7 @@ def live(platform: str, device: str, capability: tuple[int, int] | None = None) 
 
     Args:
         platform: ``"cpu"`` or ``"gpu"``.
-        device: for people.
+        device: name for people.
         capability: CUDA's compute capability, where it is known.
     """
     rates = CPU_RATES if platform == "cpu" else GPU_RATES

@@ -57,7 +57,7 @@ class Plan(PlanRecord):
         measured: time and peak of the swapped step on the device; ``None`` until it has run.
         profile_source: ``"measured"`` or ``"estimated"``: where the op times came from.
         device: e.g. ``"CPU:0"``.
-        name: for people.
+        name: name for people.
         problem: the graph with the costs the plan was made from, so that a saved plan can be shown;
             ``None`` when left out.
         compiled: the peak by the compiler's buffer assignment, and the time of the compiled step in

@@ -349,7 +349,7 @@ def _floor_above_resident(costs: Problem) -> int:
 
 
 def _name(slicing: Slicing) -> str:
-    """Returns what a log calls a candidate."""
+    """Returns the name of a candidate in logs."""
     return f"{len(slicing.ops)} ops in {slicing.parts}"
 
 

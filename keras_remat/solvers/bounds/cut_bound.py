@@ -27,7 +27,7 @@ def lower_bound_s(problem: Problem, *, deadline: Deadline) -> float:
     """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
 
     Args:
-        problem: with a budget or without.
+        problem: a problem with a budget or without.
         deadline: no cut is tried after it.
     """
     best = problem.store_all_time_s

@@ -1,1 +1,1 @@
-"""The mathematical programming engines behind exact solvers."""
+"""Holds the engines behind solvers: mathematical programming, and compiled inner loops."""

@@ -455,7 +455,7 @@ def evict_before(s: Any, live: Any, f: Any, reader: int, draw: float, bound_s: f
 
 @jit
 def extend(s: Any, live: Any, f: Any, draw: float) -> None:
-    """Also brings back the inputs of the runs just added, where they are not alive nearby."""
+    """Brings back the inputs of the runs just added, too, where they are not alive nearby."""
     done = 0
     while done < s[LOGGED] and s[LOGGED] < CHAIN_OPS:
         reader, cell = s[s[LOG] + 2 * done], s[s[LOG] + 2 * done + 1]

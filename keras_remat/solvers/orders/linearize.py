@@ -76,8 +76,10 @@ class Linearized:
 
     @cached_property
     def crossing_counts(self) -> list[int]:
-        """Returns for every forward position the number of values that cross the cut after it,
-        without those negligibly small."""
+        """Returns for every forward position the number of values that cross the cut after it.
+
+        Negligibly small values do not count.
+        """
         values = self.problem.graph.values
         largest = max((values[v].nbytes for v in self.last_forward_read), default=0)
         delta = [0] * (len(self.forward) + 1)
@@ -90,8 +92,10 @@ class Linearized:
 
     @cached_property
     def comes_first(self) -> bool:
-        """Returns whether the whole forward phase may run before every other op: nothing in it
-        needs or must follow one of the others."""
+        """Returns whether the whole forward phase may run before every other op.
+
+        Then no forward op needs or must follow one of the other ops.
+        """
         others = {i for i in self.default_order if i not in self.position}
         return all(others.isdisjoint(predecessors(self.problem.graph, i)) for i in self.forward)
 

@@ -148,8 +148,7 @@ class Stages:
 
     @cached_property
     def gradients(self) -> list[set[int]]:
-        """Returns δ: the values of the backward phase alive when each block's backward stage
-        begins."""
+        """Returns δ: the backward phase's values alive when each block's backward stage begins."""
         graph, readers = self.linear.problem.graph, self.linear.problem.graph.readers
         stage_of = {i: s for s, ops in enumerate(self.backward) for i in ops}
         alive: list[set[int]] = [set() for _ in self.backward]
@@ -245,10 +244,10 @@ class Table:
                 )
 
     def actions(self, units: int) -> list[tuple[str, int]]:
-        """Returns the schedule for an amount of memory: ``("all" | "input" | "none" | "backward",
-        block)`` in turn.
+        """Returns the schedule for an amount of memory, as a list of actions.
 
-        ``"input"`` runs a block forward and keeps its input, ``"none"`` drops the input as well.
+        An action is ``("all" | "input" | "none" | "backward", block)``. ``"input"`` runs a block
+        forward and keeps its input, ``"none"`` drops the input as well.
         """
         actions: list[tuple[str, int]] = []
         stack: list[tuple[int, int, int]] = [(0, len(self.stages.forward) - 1, units)]

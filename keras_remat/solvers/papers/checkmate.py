@@ -69,7 +69,7 @@ class Program(LinearProgram):
         return store_all_s + max(0.0, cost) * (store_all_s or 1.0) / COST_OF_STORE_ALL
 
     def order(self, x: np.ndarray) -> list[int]:
-        """Returns the order that a solution stands for: per stage what it runs, ascending."""
+        """Returns the order that a solution stands for: the ops of each stage, ascending."""
         stages = [*([(t, op_id)] for t, op_id in enumerate(self.ops)), list[tuple[int, int]]()]
         for (t, i), column in self.run.items():
             if x[column] > 0.5:
@@ -125,10 +125,10 @@ def build(
         detailed: stages to write within-stage memory for; ``None`` for all of them, which is
             Checkmate's program.
         budget_bytes: a budget to use instead of the problem's.
-        deadline: to be done at.
+        deadline: deadline for writing the program.
 
     Raises:
-        TimeoutError: the deadline was over before.
+        TimeoutError: the deadline was over before the program was written.
     """
     limit = problem.budget_bytes if budget_bytes is None else budget_bytes
     if limit is None:
@@ -203,7 +203,7 @@ class _Writer:
         return [i for i in range(min(t + 1, self.n)) if i == t or (t, i) in run]
 
     def add_existence(self) -> None:
-        """Adds eq. 1b and 1c: what is read or kept is there."""
+        """Adds eq. 1b and 1c: values that are read or kept exist."""
         program = self.program
         for t in range(self.n + 1):  # eq. 1b: an op runs only if its inputs are there
             for j in self.stage_ops(t):
@@ -220,7 +220,7 @@ class _Writer:
                 program.between([(c, 1.0)], 1.0, 1.0)
 
     def add_stage_ends(self) -> None:
-        """Adds a row for every stage: what is alive while its last op runs."""
+        """Adds a row for every stage: the bytes alive while its last op runs."""
         keep, size = self.program.keep, self.size
         for t in range(self.n):
             touched = set(self.inputs[t]) | set(self.outputs[t])

@@ -59,10 +59,10 @@ def revolve_order(linear: Linearized, slots: int, deadline: Deadline = NO_DEADLI
     Args:
         linear: the problem's forward phase.
         slots: number of cuts whose crossing values may be kept at once, at least 0.
-        deadline: to be done at.
+        deadline: deadline for the order.
 
     Raises:
-        TimeoutError: the deadline was over before.
+        TimeoutError: the deadline was over before the order was complete.
     """
     return order_of(linear.problem, lambda walk: _Reversal(linear, slots, walk).run(), deadline)
 

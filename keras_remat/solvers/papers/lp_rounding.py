@@ -47,7 +47,7 @@ def relaxation(
 
     Args:
         problem: must have a budget unless ``budget_bytes`` is given.
-        deadline: to be done at.
+        deadline: deadline for the solution.
         budget_bytes: a budget to use instead of the problem's.
 
     Raises:

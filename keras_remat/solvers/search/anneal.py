@@ -83,8 +83,10 @@ COOL = Cooling((0.1, 0.02), (80.0, 2000.0))
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
-    """Offers the schedules that annealing reaches from the greedy one, or from store-all where
-    there is none."""
+    """Offers the schedules that annealing reaches.
+
+    It begins with the greedy schedule, or with store-all where there is none.
+    """
     if incumbent.offer_store_all():
         return
     native.begin()
