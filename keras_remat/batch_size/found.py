@@ -114,7 +114,7 @@ class BatchSearch:
 
     @property
     def orders(self) -> list[Schedule]:
-        """Returns the order of every size with a plan; those for the largest sizes come last."""
+        """Returns the order of every size with a plan; those that reach furthest come last."""
         return [plan.solution.schedule for _, plan in self._plans]
 
     @property

@@ -1,8 +1,8 @@
 """Holds the memory limit of a ``fit``, and compares peaks with it.
 
 Two kinds of peaks are compared with a limit. A predicted peak has to leave the margin free, because
-predictions are off by a little; a measured peak is a fact and may take the margin, too. Other
-modules ask :meth:`Limit.fits` or :meth:`Limit.holds`, and compare no peak with a limit themselves.
+predictions are off by a little; a measured peak is a fact and may take the margin, too. Only this
+module knows the bytes that each is compared with (:meth:`Limit.fits`, :meth:`Limit.holds`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The process is a fresh interpreter (``python -m keras_remat.planning.background FOLDER``). It
 imports no framework: the request's memory model knows the measurements so far. Request and answer
-are pickled files in a folder that only one user can read, so text that a library prints into the
-process is not mistaken for an answer. The training process keeps the new process's stdin open while
-it lives. When it ends, the new process removes the folder and ends, too.
+are files, so that text which a library prints is not mistaken for an answer. They are pickled, in a
+folder that only one user can read. The training process keeps the new process's stdin open while it
+lives. When it ends, the new process removes the folder and ends, too.
 """
 
 from __future__ import annotations

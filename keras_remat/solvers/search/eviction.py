@@ -168,8 +168,8 @@ class Tables:
 def _small_values(graph: Graph) -> list[int]:
     """Returns the values that may be kept for good, the smallest first.
 
-    In a step in slices, values from which only values no larger are computed are left out: most of
-    them are sums over parts of the batch.
+    In a step in slices, values from which only values no larger are computed are left out, such as
+    sums over parts of the batch.
     """
     in_slices, found = is_sliced(graph), []
     for value in sorted(graph.values, key=lambda value: value.nbytes):
