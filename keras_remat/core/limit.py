@@ -2,7 +2,7 @@
 
 Two kinds of peaks are compared with a limit. A predicted peak has to leave the margin free, because
 predictions are off by a little; a measured peak is a fact and may take the margin, too. Only this
-module knows the bytes that each is compared with (:meth:`Limit.fits`, :meth:`Limit.holds`).
+module decides, in :meth:`Limit.fits` and :meth:`Limit.holds`, what a peak is compared with.
 """
 
 from __future__ import annotations
