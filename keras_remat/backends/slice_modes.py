@@ -1,6 +1,6 @@
 """Names the modes of a value in an op that runs on a part of the batch, axis by axis.
 
-A separate file, since the tables of all frameworks and XLA's writer share it.
+A file of its own, though short: the tables of all frameworks and XLA's writer share it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads tables of the names of frameworks' operations.
 
-A separate file, since every backend has such tables.
+A file of its own, though short: every backend has such tables.
 """
 
 

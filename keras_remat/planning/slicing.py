@@ -187,7 +187,7 @@ def plan_in_slices(
     seen: tuple[TracedStep, Problem] | None = None,
     below_s: float = inf,
 ) -> tuple[TracedStep, Problem, Plan]:
-    """Plans a step in slices, after no plan for the whole step was found.
+    """Returns a step in slices, its costs and its plan, as :func:`plan_with_slices` does.
 
     Args:
         failure: the error that says why no plan of whole ops was found.
@@ -195,9 +195,6 @@ def plan_in_slices(
         seen: a measured step in other slices, with its costs, for which no plan was found.
         below_s: seconds of a known step. Only candidates are tried for which a look finds a faster
             step.
-
-    Returns:
-        The step in slices, its costs, and the plan, as :func:`plan_with_slices` does.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: slices do not help. The message names the op

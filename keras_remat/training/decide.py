@@ -230,7 +230,7 @@ def decide(facts: Facts) -> tuple[Move, Phase]:
 
     Example:
         >>> decide(Facts(phase=Phase.VERIFY, over_limit=True))
-        (<Move.TIGHTEN: 9>, <Phase.VERIFY: 5>)
+        (<Move.TIGHTEN: 10>, <Phase.VERIFY: 5>)
     """
     for row in TABLE:
         if row.matches(facts):

@@ -4,6 +4,8 @@ The first plan is the first of these that exists: a plan that was given, a cache
 the search for a larger batch, the order of another shape, one that is solved for, one that runs
 some ops in slices, one that trains the batch in micro-batches, and, last, one that misses the limit
 by a little.
+
+One file, though a little long: these ways to a plan, in their order.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ The search only predicts. The steps that train are measured, and the size goes u
 same rule as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are
 doubled as long as steps take less time for a sample; before a larger size stays, the loader's is
 measured once more.
+
+One file, though a little long: every move from one size to another.
 """
 
 from __future__ import annotations

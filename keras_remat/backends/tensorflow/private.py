@@ -16,7 +16,8 @@ The public API does not offer:
 * strategies: which variables and which numbers of collective ops belong together, and in what packs
   replicas exchange gradients.
 
-When a new version of TensorFlow moves one of these, only this file needs mending.
+When a new version of TensorFlow moves one of these, this is the file to mend: one file, though
+long.
 """
 
 from __future__ import annotations

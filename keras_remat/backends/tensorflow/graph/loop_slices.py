@@ -9,8 +9,10 @@ part takes its body, and the constants around the loop, from a trace of the step
 Another trace, at half the batch, shows which sizes follow the batch.
 
 Lists, time-major tensors and counts of rounds exist in parts only. The ops that touch them form a
-*group*: all of them run in slices, or none does. None does if the body has an op that is not in the
+*group*, which runs in slices as a whole. It does not if the body has an op that is not in the
 table, or if an op outside the group reads a tensor that exists in parts only.
+
+One file, though a little long: groups, and the parts of their loops.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ numbers from each step of a counter (Philox; Salmon et al. 2011). So a part begi
 and a slice of dropout is a slice of the same mask. Other random ops stay whole. Loops have other
 rules (:mod:`.loop_slices`).
 
-One long file: the table, and the code that reads it.
+One file, though long: the table, and the code that reads it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ first number. Slicing adds to a graph:
 
 Readers of a joined or summed value read it under its new name. All other nodes stay the same.
 
-One long file: a single writer, which reads the nodes that it has written so far.
+One file, though long: a single writer, which reads the nodes that it has written so far.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Translates the nodes of an optimized graph into ops and values, by the rules in :mod:`.trace`.
 
-One long class: views, control edges, order and phases are facts about the same nodes, and each
-needs the others.
+One class, though long: views, control edges, order and phases are facts about the same nodes, and
+each needs the others.
 """
 
 from __future__ import annotations

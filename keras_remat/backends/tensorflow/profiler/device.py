@@ -1,4 +1,7 @@
-"""Names the device whose memory counts."""
+"""Names the device whose memory counts.
+
+A file of its own, though short: measuring, profiling and planning share it.
+"""
 
 from __future__ import annotations
 
