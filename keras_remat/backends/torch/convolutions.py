@@ -85,6 +85,8 @@ def _convolution(node: Node, layouts: Sequence[Layout]) -> _Convolution | None:
         return None
     images, weights = (layouts[one.number] for one in args[is_backward : is_backward + 2])
     results = layouts[args[0].number] if is_backward else _made(node.call, layouts)
+    # a part of the batch is made for the layout of the whole result
+    results = replace(results, shape=(images.shape[0], *results.shape[1:]))
     options = args[3 + is_backward : 9 + is_backward]
     return _Convolution(
         images, weights, results, options, args[10][:2] if is_backward else (False, False)

@@ -125,3 +125,32 @@ def test_a_search_expects_kernels_that_begin_at_a_larger_batch():
     expected = on.estimated_profile(in_slices(of(32)[1], sliced.slicing), 0).op_workspace_bytes
     assert parts.at(32).profile.op_workspace_bytes == expected
     assert sum(expected) > 0
+
+
+@pytest.mark.parametrize("build", [_enlarged, _channels_first])
+def test_a_part_of_a_batch_needs_what_a_step_of_as_many_samples_needs(build):
+    """A forward part is written into the whole result; only its own share of that is copied."""
+    inputs = keras.Input((17, 17, 3) if build is _enlarged else (3, 17, 17))
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(build(inputs)))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    on = load_backend()
+
+    def of(samples):
+        data = np.ones((samples, *inputs.shape[1:]), "float32"), np.zeros(samples, "int32")
+        step = on.trace(model, on.example_batch(model, data))
+        return step, keras_remat.Problem(step.graph, on.estimated_profile(step, 0))
+
+    (whole, costs), (_, alone) = of(64), of(16)
+    sliced, of_parts = in_micro_batches(whole, costs, 64, 4, on.estimated_profile)
+    forward = "convolution.default"
+    expected = [
+        alone.profile.op_workspace_bytes[op.id] for op in alone.graph.ops if op.kind == forward
+    ]
+    parts = {
+        op.name.rsplit("/", 1)[0]: of_parts.profile.op_workspace_bytes[op.id]
+        for op in of_parts.graph.ops
+        if op.kind == forward
+    }
+    assert len(sliced.graph.ops) > len(whole.graph.ops)
+    assert list(parts.values()) == expected
+    assert max(expected) > 0
