@@ -1,8 +1,7 @@
 """Holds the answer to "will it fit?": a row for each card, and where the memory goes.
 
-``plain_bytes`` and ``smallest_bytes`` come from a compiler's buffer assignment for that card, where
-the package that compiles for it is installed (:class:`CardReport` says which rows are). Batch sizes
-and samples per second are predicted by the card's roofline.
+``plain_bytes`` and ``smallest_bytes`` come from a compiler's buffer assignment for that card. Batch
+sizes and samples per second are predicted by the card's roofline.
 """
 
 from __future__ import annotations

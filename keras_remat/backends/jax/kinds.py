@@ -1,5 +1,5 @@
-"""Names JAX's operations for the model of XLA's fusion (:mod:`keras_remat.backends.xla.fusion`);
-tables, no logic."""
+"""Names JAX's operations for the model of XLA's fusion (:mod:`keras_remat.backends.xla.fusion`),
+and says which of them a target's compiler treats otherwise."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
