@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -141,3 +142,11 @@ def models():
     import keras_models
 
     return keras_models
+
+
+@pytest.fixture
+def ctrl_c_is_heard():
+    """Listens to Ctrl-C, which a process that a shell began in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -97,6 +97,7 @@ def test_a_guarded_step_that_fails_leaves_the_state_as_it_was():
     assert int(device.state[1][0]) == 7
 
 
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_in_a_step_comes_once_the_new_state_is_kept():
     """The old one is consumed: dropped with the new one, all weights would be lost."""
 

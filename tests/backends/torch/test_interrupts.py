@@ -11,6 +11,8 @@ from keras import ops
 from keras_remat.backends.base import load_backend
 from keras_remat.backends.torch import private
 
+pytestmark = pytest.mark.usefixtures("ctrl_c_is_heard")
+
 
 def pressing(times, done):
     """A model in whose recorded step Ctrl-C is pressed, and its batch."""
