@@ -64,7 +64,7 @@ from keras_remat.solvers import auto, solve
 from keras_remat.solvers.engines import native as engine
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
-from keras_remat.solvers.search import eviction, greedy
+from keras_remat.solvers.search import anneal, eviction, greedy
 
 #: RematBench's problems, of few and of many ops.
 _PROBLEMS = ("unet_b8", "mobilenet_b32", "convnext_tiny_b32", "resnet50_b32", "gpt2_base_b4")
@@ -170,8 +170,8 @@ def native(report: Report, given: argparse.Namespace) -> None:
     """Reports the seconds of a pass of greedy eviction, as Python and as machine code."""
     if not engine.is_compiled(engine.LONGEST_S):
         raise SystemExit("Numba is not installed, or has no place for its machine code")
+    anneal.warm_up()
     report.add("", head(["problem", "ops", "Python, s", "machine code, s", "orders"], left=1))
-    eviction.warm_up()
     for name, problem in looked_at():
         base, spent_s, found = base_orders(problem)[-1], [], []
         for compiled in (False, True):

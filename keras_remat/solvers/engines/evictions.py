@@ -35,9 +35,9 @@ explode; a value cannot be computed again; a faster schedule is known."""
 OWN = {
     "at": int,  # the position in the base order, and behind it in the outputs
     "now": int,  # the position in the base order, its end among the outputs
-    "held": int,  # bytes
-    "budget": int,  # bytes
-    "limit": int,  # steps after which nothing is computed again
+    "held_bytes": int,
+    "budget_bytes": int,
+    "most_steps": int,  # steps after which nothing is computed again
     "steps": int,
     "pause": int,  # steps after which the pass pauses
     "looked_at_again": int,  # factor by which the number of ops of a further look grows
@@ -66,7 +66,7 @@ OP = {
     "sizes": int,  # of its outputs, each once
     "sizes_end": int,
     "time_s": float,
-    "workspace": int,
+    "workspace_bytes": int,
     "last_run": int,  # the position before which it may last run
     "ran": bool,
     "pending": bool,  # an output was evicted and will be asked for again
@@ -118,8 +118,8 @@ class State(NamedTuple):
         given_up, found, makers: ids noted by :func:`give_up`, :func:`missing`, :func:`note_makers`.
         stack: ids still to be looked at.
         open: for each value, whether it is alive and can be evicted.
-        weight: bytes of each value, above zero.
-        cost: seconds to compute each value again, as far as was looked.
+        positive_bytes: bytes of each value, above zero.
+        cost_s: seconds to compute each value again, as far as was looked.
         need: the position at which each value is needed next.
         ids, gains, scores: entries for each value that can be evicted.
     """
@@ -142,8 +142,8 @@ class State(NamedTuple):
     makers: Any
     stack: Any
     open: Any
-    weight: Any
-    cost: Any
+    positive_bytes: Any
+    cost_s: Any
     need: Any
     ids: Any
     gains: Any
@@ -209,7 +209,7 @@ def materialize(t: Any) -> int:
         op_id = t.waits[own.depth - 1]
         count = note_makers(t, op_id)
         if count:
-            if own.steps > own.limit:
+            if own.steps > own.most_steps:
                 return EXPLODED
             for k in range(count):
                 if t.ops[t.makers[k]].last_run < own.now:
@@ -356,7 +356,7 @@ def execute(t: Any, op_id: int) -> int:
         if not value.alive:
             value.alive = True
             value.born = True
-            own.held += value.nbytes
+            own.held_bytes += value.nbytes
             note_change(t, v)
             make_stale(t, v)
     for v in inputs:
@@ -393,7 +393,7 @@ def drop(t: Any, value_id: int) -> None:
     """Takes a value out of memory."""
     t.values[value_id].alive = False
     t.open[value_id] = False
-    t.own.held -= t.values[value_id].nbytes
+    t.own.held_bytes -= t.values[value_id].nbytes
     note_change(t, value_id)
 
 
@@ -404,7 +404,7 @@ def make_room(t: Any, op_id: int) -> bool:
     An eviction can make an input of the op wanted again, so that its buffer cannot be taken over.
     Therefore the bytes needed are computed again after each eviction.
     """
-    while t.own.held + needed(t, op_id) > t.own.budget:
+    while t.own.held_bytes + needed(t, op_id) > t.own.budget_bytes:
         refresh(t)
         count = give_up(t, op_id)
         for k in range(count):
@@ -418,7 +418,7 @@ def make_room(t: Any, op_id: int) -> bool:
 def needed(t: Any, op_id: int) -> Any:
     """Returns the bytes to allocate before an op can run."""
     op = t.ops[op_id]
-    total = op.workspace
+    total = op.workspace_bytes
     for v in t.links[op.outputs : op.outputs_end]:
         if not t.values[v].alive:
             total += t.values[v].nbytes
@@ -546,7 +546,7 @@ def appraise(t: Any, value_id: int) -> None:
     """Notes the least cost of evicting a value, and when it will be needed again."""
     value, need = t.values[value_id], len(t.base)
     value.looked_at = 1
-    t.cost[value_id] = t.ops[value.producer].time_s + 0.01 * t.own.tick_s
+    t.cost_s[value_id] = t.ops[value.producer].time_s + 0.01 * t.own.tick_s
     if value.reads < value.reads_end:
         need = t.links[value.reads]
     if value.waiting:
@@ -593,7 +593,7 @@ def look_further(t: Any, value_id: int) -> None:
     for k in range(count):
         seconds += t.ops[t.found[k]].time_s
     value.looked_at = ALL if count < most else most
-    t.cost[value_id] = seconds + 0.01 * t.own.tick_s
+    t.cost_s[value_id] = seconds + 0.01 * t.own.tick_s
 
 
 @jit
@@ -622,8 +622,9 @@ def appraise_all(t: Any, count: int) -> int:
         total += 1
     for k in range(total):
         v = t.ids[k]
-        t.gains[k] = t.weight[v] * raised(max(t.need[v] - own.now, 0.5), own.distance_exponent)
-        t.scores[k] = raised(t.cost[v], own.cost_exponent) / t.gains[k]
+        distance = max(t.need[v] - own.now, 0.5)
+        t.gains[k] = t.positive_bytes[v] * raised(distance, own.distance_exponent)
+        t.scores[k] = raised(t.cost_s[v], own.cost_exponent) / t.gains[k]
     return total
 
 
@@ -633,10 +634,9 @@ def appraise_all_in_numpy(t: Any, count: int) -> int:
     ids = np.concatenate([np.flatnonzero(t.open), np.array(t.given_up[:count], dtype=np.int64)])
     total = len(ids)
     t.ids[:total] = ids
-    t.gains[:total] = t.weight[ids] * np.maximum(t.need[ids] - own.now, 0.5) ** (
-        own.distance_exponent
-    )
-    t.scores[:total] = t.cost[ids] ** own.cost_exponent / t.gains[:total]
+    distances = np.maximum(t.need[ids] - own.now, 0.5)
+    t.gains[:total] = t.positive_bytes[ids] * distances**own.distance_exponent
+    t.scores[:total] = t.cost_s[ids] ** own.cost_exponent / t.gains[:total]
     return total
 
 
@@ -670,7 +670,7 @@ def evict_best(t: Any, count: int) -> bool:
         v = int(t.ids[at])
         if t.values[v].looked_at < ALL:
             look_further(t, v)
-            t.scores[at] = raised(t.cost[v], t.own.cost_exponent) / t.gains[at]
+            t.scores[at] = raised(t.cost_s[v], t.own.cost_exponent) / t.gains[at]
         elif evict(t, v):
             return True
         else:

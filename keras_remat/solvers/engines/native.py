@@ -14,7 +14,7 @@ Compiling takes about half a minute, once per machine and release: Numba keeps t
 ``__pycache__``, or in the user's cache folder where that cannot be written. No solve waits for it.
 :func:`begin` compiles in a process of its own, and until :func:`is_compiled` says that its machine
 code is there, searches run as Python: moves at a fiftieth of the speed, and greedy's passes at a
-quarter to a twelfth (``benchmarks/ablation.py native``). So the first solve after an installation
+half to a tenth (``benchmarks/ablation.py native``). So the first solve after an installation
 makes fewer moves than the second. Where nothing can be written, or Numba is missing, all solves run
 as Python.
 """
@@ -33,9 +33,7 @@ from keras_remat.core import interpreter
 F = TypeVar("F", bound=Callable[..., Any])
 
 MOVES = "keras_remat.solvers.engines.moves"
-WARM_UP = (
-    "from keras_remat.solvers.search import anneal, eviction; eviction.warm_up(); anneal.warm_up()"
-)
+WARM_UP = "from keras_remat.solvers.search import anneal; anneal.warm_up()"
 """Python code that the compiling process runs."""
 LONGEST_S = 180.0
 """Seconds after which compiling is done on any machine."""

@@ -31,7 +31,7 @@ from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.timeline import Timeline, order_of
-from keras_remat.solvers.search import greedy
+from keras_remat.solvers.search import eviction, greedy
 
 REPAIR_CHUNKS = 12
 """Number of times that λ doubles at the end of a round that would end over the budget."""
@@ -204,7 +204,7 @@ def _round(
 
 
 def warm_up() -> None:
-    """Compiles the moves by one short search.
+    """Compiles the moves, and greedy's decisions, by one short search of each.
 
     Raises:
         ImportError: Numba is not installed.
@@ -212,6 +212,7 @@ def warm_up() -> None:
     """
     native.compiled_once(warm_up)
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
+    eviction.warm_up(problem)
     for _ in improve(
         problem, None, deadline=NO_DEADLINE, moves=1, compiled=True, coolings=(LOOSE,)
     ):

@@ -37,9 +37,8 @@ from typing import Any
 import numpy as np
 
 from keras_remat.core.deadline import NO_DEADLINE, Deadline
-from keras_remat.core.graph import Graph, chain_example
+from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
-from keras_remat.core.profile import Profile
 from keras_remat.core.slices import is_sliced
 from keras_remat.core.topology import last_runs
 from keras_remat.solvers.engines import evictions, native
@@ -268,9 +267,9 @@ class Eviction:
         base_s, of_base = sum(profile.op_time_s[i] for i in self.base), tables.of_base(self.base)
         is_step_input = [producer < 0 for producer in tables.values["producer"]]
         own: Columns = {
-            "held": [profile.resident_bytes],
-            "budget": [problem.budget_bytes],
-            "limit": [limit],
+            "held_bytes": [profile.resident_bytes],
+            "budget_bytes": [problem.budget_bytes],
+            "most_steps": [limit],
             "looked_at_again": [LOOKED_AT_AGAIN],
             "spare_s": [self.worse_than_s - base_s],
             "tick_s": [max(base_s / max(1, end), 1e-12)],
@@ -279,7 +278,7 @@ class Eviction:
         }
         of_ops: Columns = tables.ops | {
             "time_s": profile.op_time_s,
-            "workspace": profile.op_workspace_bytes,
+            "workspace_bytes": profile.op_workspace_bytes,
             "last_run": of_base.last_runs,
             "earliest": [end] * ops,
             "latest": [-1] * ops,
@@ -306,8 +305,8 @@ class Eviction:
             given_up=table([0] * values),
             stack=table([0] * max(ops, values)),
             open=np.zeros(values, dtype=bool),
-            weight=np.maximum(np.array(tables.values["nbytes"], dtype=np.float64), 1e-9),
-            cost=np.zeros(values),
+            positive_bytes=np.maximum(np.array(tables.values["nbytes"], dtype=np.float64), 1e-9),
+            cost_s=np.zeros(values),
             need=np.zeros(values),
             ids=np.zeros(values, dtype=np.int64),
             gains=np.zeros(values),
@@ -339,14 +338,7 @@ def _array(numbers: Sequence[int]) -> Any:
     return np.array(numbers, dtype=np.int64)
 
 
-def warm_up() -> None:
-    """Compiles the decisions by one short pass.
-
-    Raises:
-        ImportError: Numba is not installed.
-        RuntimeError: there is no folder for its machine code.
-    """
-    native.compiled_once(warm_up)
-    problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
-    run = Eviction(problem, range(5), Policy(1.0, 0.5), NO_DEADLINE, float("inf"))
-    run.run(100, compiled=True)
+def warm_up(problem: Problem) -> None:
+    """Compiles the decisions by one short pass over a small problem with a budget."""
+    base = range(len(problem.graph.ops))
+    Eviction(problem, base, Policy(1.0, 0.5), NO_DEADLINE, float("inf")).run(100, compiled=True)
