@@ -161,7 +161,7 @@ class PlanRequests:
         for phase in (Phase.VERIFY, Phase.WARM_UP):
             if (reused := self.reused(costs.problem, known, phase)) is not None:
                 return reused, costs, phase
-        if (expected := self._expected_in_slices(costs, known)) is not None:
+        if (expected := self._expected_in_slices(shape, costs, known)) is not None:
             return expected
         try:
             return self._solved(shape, costs, known)
@@ -196,15 +196,21 @@ class PlanRequests:
         fitting = [plan for plan in found if plan is not None]
         return min(fitting, key=lambda plan: plan.predicted.time_s, default=None)
 
-    def _expected_in_slices(self, costs: Costs, known: PriorPlans) -> _FirstPlan | None:
-        """Returns the plan that was searched for a larger batch, where it runs ops in slices."""
+    def _expected_in_slices(
+        self, shape: ShapeState, costs: Costs, known: PriorPlans
+    ) -> _FirstPlan | None:
+        """Returns a plan in the slices that were searched for a larger batch, if there are any.
+
+        It is the plan that was searched where that fits, and else one that is solved for.
+        """
         expected = [] if known.is_family or not costs.is_whole else known.plans
         for plan, graph, phase in (one for one in expected if one[0].slicing is not None):
-            with suppress(PlanMismatchError):
+            with suppress(PlanMismatchError, BudgetError):
                 under = self.costs_under(plan, costs)
                 found = self._reused(under.problem, plan.solution.schedule, graph)
                 if found is not None:
                     return found, under, phase
+                return self._solved(shape, under, known)
         return None
 
     @decided_once

@@ -15,8 +15,12 @@ from fake_fit import Driven
 import keras_remat
 import keras_remat.backends.tensorflow as tensorflow_backend
 from keras_remat.backends.tensorflow.graph import trace as tracing
+from keras_remat.core.problem import Problem
+from keras_remat.errors import BudgetError
 from keras_remat.training.arguments import FitOptions
-from keras_remat.training.shape_state import PriorPlans
+from keras_remat.training.decide import Phase
+from keras_remat.training.requests import PlanRequests
+from keras_remat.training.shape_state import Costs, PriorPlans, StepConstraints
 
 WIDTH = 512
 #: Of the kernel: what is as small as the bias does not count.
@@ -152,6 +156,36 @@ def test_a_first_plan_leaves_room_until_something_was_measured(source, roomy):
     assert first.is_quick
     assert first.budgets_bytes[0] == roomy
     assert plans.with_headroom(shape, costs, PriorPlans()).budgets_bytes == (2**20,)
+
+
+def test_where_the_order_of_a_search_in_slices_does_not_fit_another_in_these_slices_is_found(
+    monkeypatch,
+):
+    inner = [keras.layers.Reshape((64, 1)), keras.layers.Dense(64), keras.layers.ReLU()]
+    model = keras.Sequential([keras.Input((64,)), *inner, keras.layers.Flatten()])
+    model.compile("sgd", "mse")
+    data = np.ones((64, 64), "float32"), np.ones((64, 4096), "float32")
+    backend = tensorflow_backend.backend()
+    monkeypatch.setattr(backend, "installed", FakeBackend().installed, raising=False)
+    batch = backend.example_batch(model, data)
+    traced = backend.trace(model, batch)
+    problem = Problem(traced.graph, backend.estimated_profile(traced))
+    costs = Costs(traced=traced, problem=problem)
+    resident = problem.profile.resident_bytes
+    limit = round(resident + 0.7 * (problem.floor_bytes - resident))
+    options = FitOptions(limit, margin=0.0, solver="greedy")
+    plans = Driven(backend, options=options, model=model).tools.plans
+    first, tried = (
+        types.SimpleNamespace(batch_size=64, constraints=StepConstraints(allow_over_limit=may))
+        for may in (True, False)
+    )
+    searched, under = plans.in_slices(first, costs, BudgetError("does not fit", "", ""))
+    monkeypatch.setattr(PlanRequests, "_reused", lambda *_: None)
+    searched = dataclasses.replace(searched, slicing=under.traced.slicing)
+    known = PriorPlans(plans=((searched, under.problem.graph, Phase.WARM_UP),))
+    found, costs, _ = plans.find(tried, costs, batch, known)
+    assert costs.traced.slicing == searched.slicing is not None
+    assert found.predicted.peak_bytes <= limit
 
 
 def test_sizes_that_only_the_step_knows_are_told_once():
