@@ -57,7 +57,7 @@ def diagnosis() -> dict[str, Any]:
             if framework in BACKENDS
             else f"Keras runs on {framework!r}. {others}"
         )
-    except ImportError as error:  # the backend that KERAS_BACKEND names is not installed
+    except (ImportError, ValueError) as error:  # KERAS_BACKEND names none, or one not installed
         framework = os.environ.get("KERAS_BACKEND", "none")
         problem = f"Keras does not load: {error}. {others}"
     facts: dict[str, Any] = {

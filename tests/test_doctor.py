@@ -76,10 +76,14 @@ def test_cards_that_can_be_compiled_for_are_named(monkeypatch):
     assert "pip install 'keras-remat[cards]'" in text
 
 
-def test_a_framework_that_is_not_installed_is_named():
-    told = output_of("-m", "keras_remat", "doctor", env=environment(KERAS_BACKEND="torch"))
-    assert "not supported" in told
-    assert "Keras does not load: No module named 'torch'" in " ".join(told.split())
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("torch", "No module named 'torch'"), ("tensorflw", "Unable to import backend : tensorflw")],
+)
+def test_a_framework_that_cannot_be_loaded_is_named(name, why):
+    told = output_of("-m", "keras_remat", "doctor", env=environment(KERAS_BACKEND=name))
+    assert f"{name}, not supported" in told
+    assert f"Keras does not load: {why}" in " ".join(told.split())
 
 
 def test_other_frameworks_are_told_so(monkeypatch):
