@@ -31,6 +31,7 @@ from rows import Report, command_line, machine
 from watch import StepWatch, long_fit
 
 import keras_remat
+from keras_remat.training.shape_state import PlannedShape
 
 BATCH, VOCABULARY, CLASSES = 16, 1000, 4
 #: Seconds for the solver, and the most that a loss may differ.
@@ -98,8 +99,9 @@ def fit(lengths: list[int], epochs: int, limit_bytes: int | None) -> Fit:
         )
 
         def look(epoch: int, logs: Any) -> None:
-            schedules = remat._session._fit.record.running.schedules
-            orders.update({signature[0][0][1]: order for signature, order in schedules.items()})
+            for signature, shape in remat._session._fit.record.running.shapes.items():
+                if isinstance(shape, PlannedShape):
+                    orders[signature[0][0][1]] = shape.schedule
 
         callbacks = [remat, watch, keras.callbacks.LambdaCallback(on_epoch_end=look)]
     long_fit(transformer(), data_of(lengths), epochs=epochs, callbacks=callbacks)

@@ -224,7 +224,8 @@ class Driven:
     def reference_costs(self, batch):
         """What a search for larger batches asks for."""
         self.fit.record = size_costs.with_reference_traced(self.fit, self.fit.record, batch)
-        return size_costs.reference_costs(self.fit, self.fit.record)
+        costs, profiles = size_costs.reference_costs(self.fit, self.fit.record)
+        return costs.problem, profiles
 
     @property
     def tools(self):

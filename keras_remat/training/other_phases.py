@@ -29,7 +29,6 @@ from keras_remat.core.simulate import simulate
 from keras_remat.training import tell
 from keras_remat.training.callers import validation_batches_are_told, validation_of_fit
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.shape_state import TracedShape
 
 #: Data that takes at least this share of the limit is reported.
 _LARGE_DATA_SHARE = 0.1
@@ -123,14 +122,15 @@ class Validation:
         self._device.begin_watch()
 
     def _predicted(self) -> ValidationNeed | None:
-        shape = self._fit.record.running.reference_shape
-        size = validation_batch_size(self._model)
-        if size is None or not isinstance(shape, TracedShape):
+        running, size = self._fit.record.running, validation_batch_size(self._model)
+        costs, trained = running.costs, running.batch_size
+        if size is None or costs is None:
             return None
-        costs, whole = shape.costs, shape.costs.traced.whole
-        problem, trained = costs.problem, -(-shape.batch_size // costs.micro_batches)
+        problem, whole = costs.problem, costs.traced.whole
         if whole is not None:
-            problem, trained = whole.problem(problem), shape.batch_size
+            problem = whole.problem(problem)
+        else:
+            trained = -(-trained // costs.micro_batches)
         need, samples = ValidationNeed.of(problem, trained, size, self._factor), None
         data, data_bytes = validation_of_fit(self._model), 0.0
         if data is not None and (samples := validation_samples(self._model)):

@@ -17,7 +17,7 @@ from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.step_scaling import Scaling
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.schedule import Usage
 from keras_remat.planning.plan import Plan
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.contest import Contest
@@ -25,6 +25,7 @@ from keras_remat.training.decide import Phase
 from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.grouping import HeldBatches
 from keras_remat.training.shape_state import (
+    Costs,
     PlannedShape,
     PriorPlans,
     Recording,
@@ -133,10 +134,16 @@ class StepsRecord:
         return shape.measured
 
     @property
-    def problem(self) -> Problem | None:
-        """Returns the reference shape's traced step, with measured costs once there are any."""
+    def costs(self) -> Costs | None:
+        """Returns the reference shape's traced step and its costs, measured once there are any;
+        ``None`` where the step was not traced."""
         shape = self.reference_shape
-        return shape.costs.problem if isinstance(shape, TracedShape) else None
+        return shape.costs if isinstance(shape, TracedShape) else None
+
+    @property
+    def problem(self) -> Problem | None:
+        """Returns the problem of :attr:`costs`."""
+        return None if self.costs is None else self.costs.problem
 
     @property
     def batch_size(self) -> int:
@@ -144,30 +151,11 @@ class StepsRecord:
         shape = self.reference_shape
         return 0 if shape is None else shape.batch_size
 
-    @property
-    def micro_batches(self) -> int:
-        """Returns how many micro-batches the reference shape's step trains its batch in."""
-        shape = self.reference_shape
-        return shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1
-
-    @property
-    def schedules(self) -> dict[Signature, Schedule]:
-        """Returns the order of every batch shape that is trained under a plan."""
-        shapes = self.shapes.items()
-        return {key: shape.schedule for key, shape in shapes if isinstance(shape, PlannedShape)}
-
     @cached_property
     def is_settled(self) -> bool:
         """Returns whether the steps of all shapes are final."""
         phases = {shape.phase for shape in self.shapes.values()}
         return self.reference is not None and phases == {Phase.FINAL}
-
-    def settled_shape(self, key: Signature, *, allow_over_limit: bool) -> PlannedShape | None:
-        """Returns a shape whose step is final under a plan; ``None`` unless all steps are final."""
-        shape = self.shapes.get(key)
-        if not (isinstance(shape, PlannedShape) and shape.called and self.is_settled):
-            return None
-        return shape if shape.constraints.allow_over_limit == allow_over_limit else None
 
     def recorded_beside(self, key: Signature) -> tuple[Recording, ...]:
         """Returns the shapes other than ``key`` whose steps are being recorded."""

@@ -19,12 +19,11 @@ from keras_remat.batch_size.step_scaling import (
     sliced_scaling,
 )
 from keras_remat.core.limit import Limit
-from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.training import effects
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.record import FitRecord
-from keras_remat.training.shape_state import TracedShape
+from keras_remat.training.shape_state import Costs, TracedShape
 from keras_remat.training.tools import running_tools
 
 
@@ -50,7 +49,7 @@ def with_reference_traced(fit: FitState, record: FitRecord, batch: Any) -> FitRe
     return record.with_shape(record.mode, shape.traced(costs))
 
 
-def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int, Profile]]:
+def reference_costs(fit: FitState, record: FitRecord) -> tuple[Costs, dict[int, Profile]]:
     """Returns the reference shape's traced step with its costs, and profiles by batch size.
 
     The profiles are those of its ops that were measured at other batch sizes.
@@ -61,15 +60,16 @@ def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int
         LookupError: no step was traced.
     """
     steps, baseline = record.running, record.baseline.usage
-    shape, problem = steps.reference_shape, steps.problem
-    if shape is None or problem is None:
+    if steps.reference is None or steps.costs is None:
         raise LookupError("no step was traced")
+    problem = steps.costs.problem
     if problem.profile.source == "estimated" and baseline and problem.store_all_time_s > 0:
         ratio = baseline.time_s / problem.store_all_time_s
         op_time_s = tuple(time_s * ratio for time_s in problem.profile.op_time_s)
         problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
     family = running_tools(fit).family
-    return problem, family.profiles_by_size(steps.shapes, shape.signature, problem.graph)
+    profiles = family.profiles_by_size(steps.shapes, steps.reference, problem.graph)
+    return replace(steps.costs, problem=problem), profiles
 
 
 def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> Scaling:
@@ -80,14 +80,11 @@ def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> Scaling:
     Raises:
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
-    backend, (problem, measured) = running_tools(fit).backend, reference_costs(fit, record)
-    shape, traced = record.running.reference_shape, None
-    if isinstance(shape, TracedShape):
-        traced = shape.costs.traced
-        sliced = sliced_scaling(backend, fit.model, traced, problem, batch)
-        if sliced is not None:
-            return sliced
-    return batch_scaling(backend, fit.model, problem, batch, measured, traced)
+    backend, (costs, measured) = running_tools(fit).backend, reference_costs(fit, record)
+    sliced = sliced_scaling(backend, fit.model, costs.traced, costs.problem, batch)
+    if sliced is not None:
+        return sliced
+    return batch_scaling(backend, fit.model, costs.problem, batch, measured, costs.traced)
 
 
 def scalings_in_slices(
@@ -100,15 +97,9 @@ def scalings_in_slices(
         wanted: the batch size that is to be reached.
         limit: the limit that the step has to keep to.
     """
-    shape = record.running.reference_shape
-    if isinstance(shape, TracedShape) and isinstance(scaling, BatchScaling):
-        yield from scalings_below(scaling, shape.costs.traced, shape.batch_size, wanted, limit)
-
-
-def whole_problem(record: FitRecord) -> Problem | None:
-    """Returns the reference shape's costs with whole ops; ``None`` where it was not traced."""
-    shape = record.running.reference_shape
-    return shape.costs.as_whole.problem if isinstance(shape, TracedShape) else None
+    size, costs = record.running.batch_size, record.running.costs
+    if costs is not None and isinstance(scaling, BatchScaling):
+        yield from scalings_below(scaling, costs.traced, size, wanted, limit)
 
 
 def estimated_step_s(fit: FitState, record: FitRecord) -> float:
@@ -116,8 +107,5 @@ def estimated_step_s(fit: FitState, record: FitRecord) -> float:
 
     Returns 0 where the step was not traced.
     """
-    shape = record.running.reference_shape
-    if not isinstance(shape, TracedShape):
-        return 0.0
-    backend = running_tools(fit).backend
-    return sum(backend.estimated_profile(shape.costs.traced, 0).op_time_s)
+    costs, backend = record.running.costs, running_tools(fit).backend
+    return 0.0 if costs is None else sum(backend.estimated_profile(costs.traced, 0).op_time_s)

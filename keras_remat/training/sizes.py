@@ -113,7 +113,8 @@ def after_step(fit: FitState, due: Due, batch: Any) -> FitRecord:
     if record.sizes.chosen is not None:
         return _after_measured(fit, record, size)
     if record.sizes.is_searching and record.is_settled and _tells(fit, batch):
-        if record.running.micro_batches > 1:
+        costs = record.running.costs
+        if costs is not None and costs.micro_batches > 1:
             fit.event(*tell.no_larger_batch("it is trained in micro-batches."))
             return _with(record, is_searching=False)
         if not is_fastest or len(record.sizes.step_s) == COMPARED_STEPS:
@@ -330,9 +331,9 @@ def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
     chooser, scaling, size = record.sizes.chooser, record.sizes.scaling, record.sizes.size
     if chooser is None or scaling is None:
         return record
-    problem, chosen = size_costs.whole_problem(record), None
-    if problem is not None and record.is_settled:
-        scaling.whole.learn(size, problem)
+    costs, chosen = record.running.costs, None
+    if costs is not None and record.is_settled:
+        scaling.whole.learn(size, costs.as_whole.problem)
     if fit.options.batch_size != "fastest":
         with fit.long_task("looking for the largest batch"):
             chooser, chosen = chooser.choose(scaling, _limit(fit, record))

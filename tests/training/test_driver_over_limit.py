@@ -382,7 +382,7 @@ def test_batch_that_fits_under_no_schedule_is_cut_where_that_is_allowed():
     for step in range(1, 12):
         trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(may_split=True))
     assert backend.samples == list(range(12 * SIZE))
-    assert trainer.micro_batches == 4
+    assert trainer.costs.micro_batches == 4
     assert "micro-batches" in event_kinds(report)
     assert trainer.settled_peak_bytes <= limit
     with pytest.warns(UserWarning, match="2 micro-batches"):

@@ -217,7 +217,7 @@ def test_pieces_and_recomputation_are_chosen_together_by_time(cost, share):
     assert race.settled_usage.time_s <= best / (1 - 0.03)
     assert set(backend.kinds) == {"remat"}
     assert "compilation" not in event_kinds(report)
-    assert race.micro_batches == race.pieces
+    assert race.costs.micro_batches == race.pieces
     assert report.events[-1].step < 150
 
 
