@@ -10,6 +10,8 @@ as a phone. An element's class is its look, by which the page's style gives it i
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
+from typing import Any
 
 from keras_remat.reporting.chart import (
     COLORS,
@@ -117,16 +119,11 @@ class _Drawing:
     # ---------------------------------------------------------------- shapes
 
     def _shape(self, shape: Shape) -> str:
-        if isinstance(shape, Band):
-            return self._band(shape)
-        if isinstance(shape, Bar):
-            return self._bar(shape)
-        if isinstance(shape, Steps):
-            return self._steps(shape)
-        if isinstance(shape, Line):
-            return self._line(shape)
-        assert isinstance(shape, Rule)
-        return self._rule(shape)
+        drawers: dict[type[Shape], Callable[[Any], str]] = {
+            Band: self._band, Bar: self._bar, Steps: self._steps, Line: self._line,
+            Rule: self._rule,
+        }  # fmt: skip
+        return drawers[type(shape)](shape)
 
     def _band(self, band: Band) -> str:
         left, right = self._x(band.begin), self._x(band.end)

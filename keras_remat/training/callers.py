@@ -82,13 +82,13 @@ def in_another_fit(model: Any, callback: Any) -> bool:
     return innermost is not None and not _has(innermost, callback)
 
 
-def innermost_fit() -> FrameType | None:
-    """Returns the frame of the innermost call of a function of the name ``fit``.
+def innermost(*names: str) -> FrameType | None:
+    """Returns the frame of the innermost call of a function with one of these names.
 
     It does not look into a frame's variables, which takes long and keeps their state alive.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "fit":
+    while frame is not None and frame.f_code.co_name not in names:
         frame = frame.f_back
     return frame
 
@@ -117,7 +117,7 @@ def validation_batches_are_told(model: Any) -> bool:
 
 def _variables_of_fit(model: Any) -> dict[str, Any]:
     """Returns the variables of the innermost ``fit``; none where it trains another model."""
-    frame = innermost_fit()
+    frame = innermost("fit")
     names = {} if frame is None else _variables(frame)
     return names if names.get("self") is model else {}
 
@@ -130,9 +130,7 @@ def trains_alone(iterator: Any) -> bool:
     """
     if not isinstance(iterator, list):
         return "train_on_batch." in getattr(iterator, "__qualname__", "")
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in ("fit", "train_on_batch"):
-        frame = frame.f_back
+    frame = innermost("fit", "train_on_batch")
     return frame is not None and frame.f_code.co_name == "train_on_batch"
 
 
@@ -250,7 +248,7 @@ class Callers:
         Args:
             steps_per_epoch: as far as Keras knows.
         """
-        before, frame = self.announced, innermost_fit()
+        before, frame = self.announced, innermost("fit")
         fit, is_endless = before.fit, before.is_endless
         if id(frame) != before.frame:  # an epoch's first batch
             fit = self.running_fit
@@ -268,7 +266,7 @@ class Callers:
         is_awaited, fit = before.is_awaited, before.fit
         self.announced = before._replace(is_awaited=False)
         is_there = is_awaited and fit is not None and fit.list_ref() is not None
-        if is_there and before.frame == id(innermost_fit()) and not trains_alone(iterator):
+        if is_there and before.frame == id(innermost("fit")) and not trains_alone(iterator):
             return Caller.FIT
         fit = self.running_fit
         if in_another_fit(self._model, self._callback):

@@ -14,14 +14,12 @@ from typing import Any
 
 from keras_remat.backends.base import Backend
 from keras_remat.backends.installed import Installed
-from keras_remat.backends.memory import DeviceMemory
 from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
 from keras_remat.planning.make_plan import limit_on
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import Event
-from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.training.record import FitRecord, Mode
@@ -168,11 +166,7 @@ class FitState:
             pending: its result, where it was not waited for.
         """
         self.pending = pending
-        self.steps_run += 1
-        self.counter.samples += samples
-        self.counter.steps += 1
-        self.counter.step_time_s += usage.time_s
-        self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
+        self.count_watched(1, samples, usage)
 
     def count_watched(self, steps: int, samples: int, usage: Usage) -> None:
         """Counts steps that Keras's own train function trained; negative numbers correct the
@@ -261,8 +255,3 @@ class FitState:
         if not self.was_reported(message):
             warnings.warn(f"keras_remat: {message}", stacklevel=2)
             self.event(kind, message)
-
-    def tell_statistics(self, device: DeviceMemory) -> None:
-        """Warns, once, where peaks are predicted and not measured."""
-        if not device.has_statistics:
-            self.warn(*tell.no_statistics(device.name))

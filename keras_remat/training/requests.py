@@ -337,11 +337,6 @@ class PlanRequests:
 
     # ---------------------------------------------------------------- plans of other fits
 
-    @property
-    def keeps_plans(self) -> bool:
-        """Returns whether plans are kept for other fits."""
-        return self._options.cache_dir is not None
-
     def cached(self, problem: Problem) -> Plan | None:
         """Returns the plan that an earlier ``fit`` measured for this graph and limit, if kept."""
         try:

@@ -282,13 +282,16 @@ class PlannedShape(TracedShape):
 
     def recording(self, recorder: ProfileRecorder, phase: Phase) -> Recording:
         """Returns the record of steps that are recorded from the next one on."""
-        carried = _carried(self) | {"run": self.run, "phase": phase, "called": self.called}
-        return Recording(**carried, costs=self.costs, plan=self.plan, recorder=recorder)
+        return Recording(**self._going_on(phase), recorder=recorder)
 
     def solving(self, process: PlanProcess | None, phase: Phase) -> Solving:
         """Returns the record of steps that go on while a process solves for another plan."""
-        carried = _carried(self) | {"run": self.run, "phase": phase, "called": self.called}
-        return Solving(**carried, costs=self.costs, plan=self.plan, process=process)
+        return Solving(**self._going_on(phase), process=process)
+
+    def _going_on(self, phase: Phase) -> dict[str, Any]:
+        """Returns the fields of a step that goes on in another phase."""
+        going_on = {"run": self.run, "called": self.called, "costs": self.costs, "plan": self.plan}
+        return _carried(self) | going_on | {"phase": phase}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,9 @@ def _first_step(
     """Returns how a batch of a new shape is trained first."""
     fit, plans, size = tools.fit, tools.plans, batch_size_of(batch)
     fit.report.batch_size = fit.report.batch_size or size
-    fit.tell_statistics(tools.backend.device)
+    device = tools.backend.device
+    if not device.has_statistics:
+        fit.warn(*tell.no_statistics(device.name))
     rules_plain_out = _needs_plan(tools, constraints) or not tools.mode.plain_may_run
     shape = ShapeState(
         signature=key,
@@ -288,9 +290,13 @@ def settled_shape(
     tools: Tools, key: Signature, constraints: StepConstraints = USUAL_CONSTRAINTS
 ) -> PlannedShape | None:
     """Returns a batch's shape where its step is final under a plan; ``None`` where a decision is
-    due."""
-    shape = tools.steps.settled_shape(key, allow_over_limit=constraints.allow_over_limit)
-    return None if shape is None or is_overtaken(tools, shape) else shape
+    due, or another shape's step is not final."""
+    steps = tools.steps
+    shape = steps.shapes.get(key)
+    if not (isinstance(shape, PlannedShape) and shape.called and steps.is_settled):
+        return None
+    is_as_before = shape.constraints.allow_over_limit == constraints.allow_over_limit
+    return shape if is_as_before and not is_overtaken(tools, shape) else None
 
 
 def seen(shape: PlainShape, usage: Usage) -> PlainShape:

@@ -82,7 +82,7 @@ class Tools:
         known, or plans are kept for other fits.
         """
         steps, fits = self.fit.most_steps_left, self.fit.limit.fits(now.peak_bytes)
-        if steps is None or self.plans.keeps_plans or not fits:
+        if steps is None or self.fit.options.cache_dir or not fits:
             return math.inf
         return steps * (now.time_s - problem.store_all_time_s)
 

@@ -91,7 +91,9 @@ class StepGuard:
         put_back: Callable[[], None] | None = None
         copy_s = facts.copy_s
         if is_alone and (guarded or _is_cheap(facts)):
-            put_back, copy_s = self._snapshot()
+            started = time.perf_counter()
+            put_back = self._backend.snapshot(self._model)
+            copy_s = time.perf_counter() - started
         if restored and put_back is not None:
             put_back()
         try:
@@ -107,12 +109,6 @@ class StepGuard:
         step_s = usage.time_s if timed else facts.step_s
         facts = replace(facts, copy_s=copy_s, step_s=step_s)
         return Trained(batch, result, replace(usage, time_s=step_s)), facts
-
-    def _snapshot(self) -> tuple[Callable[[], None], float]:
-        """Copies the model's state; returns a function that restores it, and seconds."""
-        started = time.perf_counter()
-        put_back = self._backend.snapshot(self._model)
-        return put_back, time.perf_counter() - started
 
 
 def _is_cheap(facts: DeviceFacts) -> bool:
