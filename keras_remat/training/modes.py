@@ -43,12 +43,13 @@ def begun(fit: FitState) -> FitRecord:
 
 
 def begun_anew(fit: FitState) -> FitRecord:
-    """Returns the record of a fit whose model was compiled anew; samples that are held stay."""
+    """Returns the record of a fit whose model was compiled anew: what is known of the device stays,
+    and samples that are held."""
     for mode in fit.record.contest.sides:
         close(fit, mode)
     new = begun(fit)
     sizes = fit.record.sizes.for_new_steps(is_searching=new.sizes.is_searching)
-    return replace(fit.record, contest=new.contest, steps={}, sizes=sizes)
+    return replace(fit.record, contest=new.contest, steps={}, sizes=sizes, baseline=new.baseline)
 
 
 def stopped(fit: FitState) -> FitRecord:

@@ -11,6 +11,7 @@ from fake_backend import (
 from fake_fit import driven
 
 from keras_remat.core.schedule import Usage
+from keras_remat.training import driver, modes
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.shape_state import StepConstraints
@@ -53,6 +54,22 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
         assert trainer.settled == (step >= steps)
         trainer.run(batch_of(step * SIZE, SIZE), StepConstraints(may_split=grows))
     assert report.baseline.time_s == pytest.approx(16.0 * slowness)
+
+
+def test_a_model_that_is_compiled_anew_has_a_plain_step_of_its_own():
+    """Once more layers learn, the step takes more than the one that was measured before."""
+    backend = FakeBackend(layers=4)
+    limit = int(store_all_peak(SIZE, layers=12) * 0.7)
+    trainer, report = driven(
+        backend, FitOptions(memory_limit=limit, solver="greedy", margin=0.0, profile_steps=2)
+    )
+    for layers, source in ((4, "measured"), (12, "predicted")):
+        backend.layers = layers
+        driver.note(trainer.fit, modes.begun_anew)
+        for step in range(12):
+            trainer.run(batch_of(step * SIZE, SIZE))
+        assert report.baseline_source == source
+        assert report.baseline.peak_bytes == store_all_peak(SIZE, layers=layers)
 
 
 def plan_of(store_all_s, predicted_s):
