@@ -124,6 +124,9 @@ class AutotuneReport(ReportRecord):
             name = f"{named}, {last.batch_size}" if many else named
             usage = Usage(step_s, self.peak_bytes)
             lines.append(self._row(name, usage, last.samples_per_s, said))
+        unmodified = [event.step for event in self.events if event.kind == "unmodified"]
+        if unmodified and self.peak_bytes is None:
+            lines.append(f"  from step {unmodified[-1]} on, training went on unmodified")
         if self.limit_kept is not None and self.peaks_source == "predicted":
             lines.append("  predicted, not measured: the device's allocator keeps no statistics")
         highest = max((epoch.peak_bytes for epoch in self.epochs), default=0)

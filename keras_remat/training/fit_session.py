@@ -106,7 +106,7 @@ class FitSession:
     @property
     def plan(self) -> Plan | None:
         """Returns the plan in force; ``None`` while Keras's own step runs."""
-        return self._fit.record.running.plan
+        return None if self._is_unmodified else self._fit.record.running.plan
 
     @property
     def problem(self) -> Problem | None:
@@ -337,7 +337,8 @@ class FitSession:
             counter.steps,
             max(counter.step_time_s, counter.training_s - counter.planning_time_s),
             counter.planning_time_s,
-            counter.peak_bytes or self._predicted_peak_bytes(),
+            # Keras's own step may have taken more since
+            0 if self._is_unmodified else counter.peak_bytes or self._predicted_peak_bytes(),
             self._report.batch_size or 0,
             self._report.baseline_samples_per_s,
         )

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fake_backend import FakeBackend
+from fake_fit import SIZE, TIGHT, fitted
 from session_fits import autotune, batches_of, counting_model, numbered, seen
 
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
@@ -340,3 +342,24 @@ def test_learning_rate_is_the_users_right_after_an_interrupt():
     model.compile(keras.optimizers.SGD(0.5), "mse")
     model.fit(*numbered(20), batch_size=10, verbose=0, callbacks=[remat])
     assert float(model.optimizer.learning_rate) == 0.5
+
+
+# ------------------------------------------------------------------ what is said
+
+
+def test_once_training_goes_on_unmodified_no_plan_is_said_to_keep_the_limit():
+    """Keras's own step takes more than the limit then, and nobody watches it."""
+
+    class CannotTraceAll(FakeBackend):
+        def trace(self, model, batch, micro_batches=1):
+            if len(batch[0]) == 37:
+                raise UnsupportedModelError("No 37 samples.")
+            return super().trace(model, batch, micro_batches)
+
+    how = {"memory_limit": TIGHT, "margin": 0.0, "batch_size": "keep", "profile_steps": 1}
+    told = pytest.warns(UserWarning, match="goes on unmodified. No 37 samples")
+    with fitted(CannotTraceAll(), **how) as (model, remat), told:
+        model.fit([SIZE] * 6 + [37], 2, remat)
+    assert remat.report.epochs[0].steps == 6
+    assert (remat.plan, remat.report.limit_kept) == (None, None)
+    assert "from step 6 on, training went on unmodified" in remat.report.verdict()
