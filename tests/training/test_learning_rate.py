@@ -31,6 +31,17 @@ def test_rate_is_scaled_during_the_step_only():
     assert rate_of(optimizer) == 0.5
 
 
+def test_all_optimizers_of_a_model_are_scaled():
+    """As of a GAN, which has two as attributes; Keras gives it a third that updates nothing."""
+    scaled, compiled = scaling("linear")
+    generators, discriminators = keras.optimizers.SGD(0.25), keras.optimizers.SGD(1.0)
+    vars(scaled._model).update(generators=generators, discriminators=discriminators, again=compiled)
+    optimizers = (compiled, generators, discriminators)
+    with scaled.during(2.0):
+        assert [rate_of(one) for one in optimizers] == [1.0, 0.5, 2.0]
+    assert [rate_of(one) for one in optimizers] == [0.5, 0.25, 1.0]
+
+
 def test_rate_is_the_users_after_an_interrupt():
     scaled, optimizer = scaling("linear")
     with pytest.raises(KeyboardInterrupt), scaled.during(3.0):
@@ -55,7 +66,7 @@ def test_a_schedule_is_asked_while_its_variables_have_their_values():
     """JAX takes the number of updates away from the optimizer while ``fit`` runs."""
     reading = []
 
-    class Optimizer:
+    class Optimizer(keras.optimizers.SGD):
         @property
         def learning_rate(self):
             assert reading, "deleted"
