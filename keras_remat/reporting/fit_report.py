@@ -220,6 +220,7 @@ def load_report(
     top = Fields(read_json(path, FORMAT, VERSION), source)
     baseline = top.get("baseline", (dict, type(None)), None)
     plan = top.get("plan", (dict, type(None)), None)
+    phases = Fields(top.get("phase_peak_bytes", dict, {}), source, "phase_peak_bytes")
 
     def records(record: type[Any], key: str) -> list[Any]:
         listed = enumerate(top.get(key, list))
@@ -236,7 +237,7 @@ def load_report(
             epochs=records(EpochUsage, "epochs"),
             events=records(Event, "events"),
             plan=None if plan is None else read_plan(plan, source),
-            phase_peak_bytes=top.get("phase_peak_bytes", dict, {}),
+            phase_peak_bytes={phase: phases.get(phase, int) for phase in phases.document},
             predicted_phases=top.get("predicted_phases", list, []),
             setup_s=top.get("setup_s", _KINDS["float | None"], None),
             setup_limit_s=top.get("setup_limit_s", _KINDS["float | None"], None),

@@ -50,10 +50,8 @@ def plan(planned: PlanRecord, kind: str, limit_bytes: int | None = None) -> Char
     check_among("kind", kind, ("memory", "holders", "schedule", "overhead"))
     if planned.problem is None:
         raise ValueError("the plan was saved without its problem, so there is no graph to draw")
-    curves, limit = (
-        compared(planned.problem, planned.solution.schedule),
-        limit_of(planned, limit_bytes),
-    )
+    curves = compared(planned.problem, planned.solution.schedule)
+    limit = limit_of(planned, limit_bytes)
     if kind == "memory":
         chart = memory(curves, limit, planned.measured)
     elif kind == "holders":

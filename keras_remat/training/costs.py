@@ -18,8 +18,8 @@ from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.make_plan import counted_bytes
 from keras_remat.planning.slicing import in_micro_batches
 from keras_remat.training import tell
-from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.fit_state import FitState
+from keras_remat.training.record import DeviceFacts
 from keras_remat.training.shape_state import Costs, PriorPlans
 
 #: Headroom: a plan is made for ``1.1 ** n`` times the batch's activation bytes, where n is the

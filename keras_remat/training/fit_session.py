@@ -272,7 +272,6 @@ class FitSession:
             self._asides_left > 0
             and self._backends[0].processes.count == 1
             and self._fit.record.trains_as_given
-            and steps.runs_plain(self._fit, may_grow=False)
             and steps.runs_plain(self._fit, may_grow=fit is None or fit.may_grow)
         )
 

@@ -22,7 +22,6 @@ from keras_remat.planning.plan import Plan
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.contest import Contest
 from keras_remat.training.decide import Phase
-from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.grouping import HeldBatches
 from keras_remat.training.shape_state import (
     Costs,
@@ -255,6 +254,25 @@ class SizesRecord:
             chooser=None,
             largest=self.largest,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """Holds what the steps of a ``fit`` have shown of its device, in whichever mode they ran.
+
+    Args:
+        copy_s: seconds that copying the model's state to the host took; ``None`` before the first
+            copy.
+        step_s: seconds of the newest step that was waited for.
+        after_plain: whether the last step was Keras's own, not one under a plan.
+        plain_seen: compilation → the predicted activation bytes of the largest measured plain step,
+            and the ratio of its measured bytes to these. Predictions differ between compilations.
+    """
+
+    copy_s: float | None = None
+    step_s: float = 0.0
+    after_plain: bool = True
+    plain_seen: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

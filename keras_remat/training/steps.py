@@ -181,7 +181,7 @@ def attempt(
         batch,
         fit.record.device,
         guarded=_is_guarded(tools, shape),
-        restored=_is_restored(tools, shape),
+        restored=isinstance(shape, PlannedShape) and tools.costs.is_to_be_put_back,
         timed=timed,
         pending=fit.pending,
     )
@@ -251,11 +251,6 @@ def _misses_lowered_limit(tools: Tools, shape: ShapeState) -> bool:
     if tools.fit.record.lowered_limit is None or not isinstance(shape, PlannedShape):
         return False
     return not tools.fit.limit.holds(shape.plan.predicted.peak_bytes)
-
-
-def _is_restored(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether the model's state is put back before the next step, if it is guarded."""
-    return isinstance(shape, PlannedShape) and tools.costs.is_to_be_put_back
 
 
 def _is_timed(tools: Tools, shape: ShapeState) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from keras_remat.backends.base import Backend, RunStep
 from keras_remat.backends.host import address_space_for_threads
 from keras_remat.core.schedule import Usage
-from keras_remat.training.device_facts import DeviceFacts
+from keras_remat.training.record import DeviceFacts
 
 #: A copy is taken before every step while it takes less than this share of the step's time.
 CHEAP_SHARE = 0.02

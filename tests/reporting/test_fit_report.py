@@ -114,6 +114,7 @@ def test_saved_report_comes_back_with_its_plan(tmp_path):
         ("baseline", {"time_s": float("nan"), "peak_bytes": 1}),
         ("limit_bytes", "7"),
         ("limit_bytes", 0),
+        ("phase_peak_bytes", {"validation": "7"}),
     ],
 )
 def test_malformed_report_file_is_refused_by_name(field, value, tmp_path):

@@ -21,9 +21,8 @@ from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, Uns
 from keras_remat.training import driver
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.contest import Contest
-from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.grouping import HeldBatches
-from keras_remat.training.record import FitRecord, Mode, SizesRecord, StepsRecord
+from keras_remat.training.record import DeviceFacts, FitRecord, Mode, SizesRecord, StepsRecord
 from keras_remat.training.shape_state import ShapeState, StepConstraints
 from keras_remat.training.watch import Pace
 

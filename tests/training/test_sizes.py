@@ -94,7 +94,7 @@ def test_size_below_the_loaders_cuts_its_batches():
 
 @pytest.mark.parametrize("wanted", ["max", 35])
 def test_a_fit_in_micro_batches_says_that_no_larger_batch_is_looked_for(wanted, monkeypatch):
-    monkeypatch.setattr(StepsRecord, "micro_batches", 2)
+    monkeypatch.setattr(StepsRecord, "costs", SimpleNamespace(micro_batches=2, problem=None))
     steps = FakeSteps()
     trainer = Fixed(steps, wanted, found=35)
     total = epoch(trainer)

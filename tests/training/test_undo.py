@@ -9,7 +9,7 @@ import pytest
 
 from keras_remat.backends.processes import Processes
 from keras_remat.core.schedule import Usage
-from keras_remat.training.device_facts import DeviceFacts
+from keras_remat.training.record import DeviceFacts
 from keras_remat.training.undo import OutOfMemory, StepGuard, Trained
 
 BATCH = 3
