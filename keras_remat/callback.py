@@ -247,6 +247,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             news = self._session.epoch_ends(epoch)
             self._console.bar_is_open = self._has_bar
             self._tell_news()
+            self.report.plan = self.plan  # whoever reads the report now, or after Ctrl-C
         else:
             self.report.epochs.append(EpochUsage(epoch, 0, 0, 0.0, 0.0, 0, 0))
             news = self.report.epoch_logs(self.report.epochs[-1])

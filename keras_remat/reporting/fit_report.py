@@ -42,7 +42,8 @@ class AutotuneReport(ReportRecord):
         baseline: seconds and peak of one plain step of ``baseline_batch_size`` samples.
         baseline_source: whether the plain step was measured or predicted.
         epochs, events: in order.
-        plan: the plan in force at the end; ``None`` where the plain step runs.
+        plan: the plan in force at the end, or at the end of the newest epoch; ``None`` where the
+            plain step runs.
         phase_peak_bytes: phase beside training → most bytes in use: ``"validation"`` inside
             ``fit``, and ``"between steps"``; a phase without a known peak is missing.
         predicted_phases: phases whose peak was predicted, because nothing on the device counts it.

@@ -2,6 +2,7 @@
 stays."""
 
 import warnings
+from unittest.mock import Mock
 
 import keras
 import numpy as np
@@ -363,3 +364,13 @@ def test_once_training_goes_on_unmodified_no_plan_is_said_to_keep_the_limit():
     assert remat.report.epochs[0].steps == 6
     assert (remat.plan, remat.report.limit_kept) == (None, None)
     assert "from step 6 on, training went on unmodified" in remat.report.verdict()
+
+
+def test_a_report_after_an_interrupt_tells_the_plan_that_ran():
+    how = {"memory_limit": TIGHT, "margin": 0.0, "batch_size": "keep", "profile_steps": 1}
+    with fitted(FakeBackend(), **how) as (model, remat):
+        remat.on_epoch_begin = Mock(side_effect=[None, None, KeyboardInterrupt])
+        with pytest.raises(KeyboardInterrupt):
+            model.fit([SIZE] * 8, 3, remat)
+    assert remat.plan is not None
+    assert remat.report.plan == remat.plan
