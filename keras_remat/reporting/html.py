@@ -173,20 +173,12 @@ def _report_tiles(report: ReportRecord) -> list[tuple[str, str, str]]:
     tiles = []
     limit, peak = report.limit_bytes, report.peak_bytes
     if limit is not None and peak is not None:
-        kept = peak <= limit
-        word = "predicted peak, " if report.peaks_source == "predicted" else ""
-        word += "limit kept" if kept else "LIMIT NOT KEPT"
-        tiles.append(
-            (f"{word}: {format_bytes(limit)}", format_bytes(peak), "good" if kept else "bad")
-        )
+        source = "predicted peak, " if report.peaks_source == "predicted" else ""
+        kept, kind = ("limit kept", "good") if peak <= limit else ("LIMIT NOT KEPT", "bad")
+        tiles.append((f"{source}{kept}: {format_bytes(limit)}", format_bytes(peak), kind))
     if report.baseline is not None:
-        tiles.append(
-            (
-                f"plain step, {report.baseline_peak_source}",
-                format_bytes(report.baseline.peak_bytes),
-                "",
-            )
-        )
+        plain = format_bytes(report.baseline.peak_bytes)
+        tiles.append((f"plain step, {report.baseline_peak_source}", plain, ""))
     if report.epochs:
         tiles.append(("speed of plain, last epoch", f"{report.speedups[-1]:.2f} ×", ""))
         tiles.append(("samples per step", str(report.epochs[-1].batch_size), ""))

@@ -200,7 +200,7 @@ def attempt(
     # no step more than needed runs over the limit
     is_over = tools.is_over(shape)
     enough = is_over or len(shape.steps) >= fit.options.profile_steps
-    if isinstance(shape, Recording) and enough:
+    if isinstance(shape, Recording) and shape.started and enough:
         if is_over:
             fit.event(*tell.recorded_exceeds(shape.batch_size, shape.peak_bytes, fit.limit))
         shape = effects.end_recording(tools, shape)

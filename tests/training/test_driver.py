@@ -27,6 +27,15 @@ from keras_remat.training.shape_state import ShapeState, StepConstraints
 from keras_remat.training.watch import Pace
 
 
+@pytest.mark.parametrize("profile_steps", [1, 2])
+def test_where_another_profiler_runs_no_recording_is_ended(profile_steps):
+    trainer, report = driven(FakeBackend(profiler="busy"), options(profile_steps=profile_steps))
+    for step in range(6):
+        trainer.run(batch_of(step * SIZE, SIZE))
+    assert event_kinds(report) == ["risk", "profile", "measured"]
+    assert "Another profiler session is running" in report.events[1].message
+
+
 @pytest.mark.parametrize("profiler", ["free", "blind", "busy"])
 def test_a_plain_step_that_fits_is_recorded_where_a_larger_batch_is_searched(profiler):
     """Once, in order, and Keras's own step comes back whatever the profiler saw."""
