@@ -294,10 +294,9 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def _tell_news(self) -> None:
         """Shows the events since the last time, and a plan that was swapped in."""
         events = self.report.events
-        if len(events) > self._told_events:
-            for event in events[self._told_events :]:
-                self._console.event(event.step, event.kind, event.message)
-            self._told_events = len(events)
+        for event in events[self._told_events :]:
+            self._console.event(event.step, event.kind, event.message)
+        self._told_events = len(events)
         plan = self.plan
         if plan is None or plan.solution.schedule == self._told_plan:
             return

@@ -6,6 +6,7 @@ Every function takes records and returns a string; the caller writes it somewher
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from importlib import metadata
 
 from keras_remat.core.graph import PHASES, Op, Value
@@ -21,30 +22,19 @@ from keras_remat.units import format_bytes, format_rate, format_seconds
 #: Share of a peak above which the arrays that it leaves out are mentioned: fewer bytes may as well
 #: be an error of prediction.
 _UNCOUNTED_SHARE = 0.1
-#: Distributions whose versions are shown: of each row, the first one that is installed.
+#: Distributions whose versions are shown, if they are installed.
 _DISTRIBUTIONS = (
-    ("keras-remat",),
-    ("keras",),
-    ("tensorflow", "tensorflow-cpu"),
-    ("jax",),
-    ("torch",),
-    ("numpy",),
-    ("scipy",),
-    ("ortools",),
-    ("cylp",),
-)
+    "keras-remat", "keras", "tensorflow", "tensorflow-cpu", "jax", "torch",
+    "numpy", "scipy", "ortools", "cylp",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str]:
     """Returns name of a distribution → its version, for those that are installed."""
     found = {}
-    for names in _DISTRIBUTIONS:
-        for name in names:
-            try:
-                found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
-            break
+    for name in _DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
 
 

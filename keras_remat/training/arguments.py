@@ -103,10 +103,12 @@ def check_path(name: str, value: Any, *, or_plan: bool = False) -> None:
 
     ``None`` is accepted.
     """
-    accepted = (str, os.PathLike, Plan) if or_plan else (str, os.PathLike)
-    if isinstance(value, AutotuneReport):
-        raise TypeError(f"{name} must be a path or a Plan, got a report: give its .plan")
-    if value is not None and not isinstance(value, accepted):
-        raise TypeError(f"{name} must be a path{' or a Plan' if or_plan else ''}, got {value!r}")
-    if value is not None and not isinstance(value, Plan) and "\0" in os.fsdecode(value):
+    if value is None or (or_plan and isinstance(value, Plan)):
+        return
+    if not isinstance(value, str | os.PathLike):
+        accepted, got = "a path or a Plan" if or_plan else "a path", repr(value)
+        if isinstance(value, AutotuneReport):
+            got = "a report: give its .plan" if or_plan else "a report"
+        raise TypeError(f"{name} must be {accepted}, got {got}")
+    if "\0" in os.fsdecode(value):
         raise ValueError(f"{name} must be a path without a null character, got {value!r}")

@@ -57,6 +57,7 @@ def test_arguments_come_back_in_one_record():
         ({"plan": 3}, TypeError, "a path or a Plan"),
         ({"cache_dir": "plans\0"}, ValueError, "null character"),
         ({"cache_dir": 5}, TypeError, "cache_dir"),
+        ({"cache_dir": AutotuneReport()}, TypeError, "cache_dir must be a path, got a report"),
         ({"plan": "no such file.json"}, OSError, "no such file"),
         ({"batch_size": "largest"}, ValueError, "'max', 'fastest', 'keep', a positive int"),
         ({"batch_size": 0}, ValueError, "at least 1"),
