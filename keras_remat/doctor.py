@@ -52,11 +52,9 @@ def diagnosis() -> dict[str, Any]:
         import keras
 
         framework = keras.backend.backend()
-        problem = (
-            too_old(framework)
-            if framework in BACKENDS
-            else f"Keras runs on {framework!r}. {others}"
-        )
+        problem = f"Keras runs on {framework!r}. {others}"
+        if framework in BACKENDS:
+            problem = too_old(framework)
     except (ImportError, ValueError) as error:  # KERAS_BACKEND names none, or one not installed
         framework = os.environ.get("KERAS_BACKEND", "none")
         problem = f"Keras does not load: {error}. {others}"

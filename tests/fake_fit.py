@@ -188,7 +188,6 @@ class Driven:
             most_steps=most_steps,
             steps_per_epoch=steps_per_epoch,
         )
-        driver.note(self.fit, modes.begun)
 
     def run(self, batch, constraints=USUAL_CONSTRAINTS, *, timed=False):
         """Trains one batch at once."""

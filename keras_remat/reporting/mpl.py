@@ -29,9 +29,8 @@ def figure(*charts: Chart) -> Any:
     height = _WIDTH * sum(chart.aspect for chart in charts)
     drawn = _picture()(figsize=(_WIDTH, height), layout="constrained")
     named: set[str] = set()
-    for axes, chart in zip(
-        drawn.subplots(len(charts), 1, squeeze=False)[:, 0], charts, strict=True
-    ):
+    places = drawn.subplots(len(charts), 1, squeeze=False)[:, 0]
+    for axes, chart in zip(places, charts, strict=True):
         _draw(axes, chart, named)
         named.update(chart.legend)
         axes.grid(axis="y", alpha=0.25)

@@ -92,7 +92,6 @@ class FitSession:
             steps_per_epoch=steps_per_epoch,
             is_profiled=lambda: is_profiled(self._callers.running_fit),
         )
-        driver.note(self._fit, modes.begun)
         #: The newest batches that Keras has trained; it says so from several threads, in no order.
         self.ended: deque[int] = deque(maxlen=64)
         self._validation = Validation(model, self._fit, backends[0].device)

@@ -22,7 +22,7 @@ from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import Event
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.learning_rate import LearningRateScaling
-from keras_remat.training.record import FitRecord, Mode
+from keras_remat.training.record import FitRecord, Mode, begun
 from keras_remat.training.shape_state import PlannedShape, Signatures
 
 logger = logging.getLogger(__name__)
@@ -113,18 +113,12 @@ class FitState:
         self.pending: Any = None
         self.settled: dict[Hashable, tuple[Any, PlannedShape]] = {}
         self._planning_since: float | None = None
-        self._record: FitRecord | None = None
+        self._record = begun(options, len(backends))
         self._asked_limit: Limit | None = None
 
     @property
     def record(self) -> FitRecord:
-        """Returns what is known of the fit.
-
-        Raises:
-            LookupError: it has not begun.
-        """
-        if self._record is None:
-            raise LookupError("the fit has not begun")
+        """Returns what is known of the fit."""
         return self._record
 
     @record.setter

@@ -19,7 +19,7 @@ from keras_remat.errors import BudgetError, PlanMismatchError, UnsupportedModelE
 from keras_remat.training import steps, tell
 from keras_remat.training.contest import MOST_OPS, Contest, Trial, Tried, better
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.record import FitRecord, Mode, SizesRecord
+from keras_remat.training.record import FitRecord, Mode, begun
 from keras_remat.training.shape_state import (
     PlannedShape,
     StepConstraints,
@@ -31,23 +31,12 @@ from keras_remat.training.tools import Tools, running_tools, tools_of
 FAILURES = (BudgetError, UnsupportedModelError, PlanMismatchError)
 
 
-def begun(fit: FitState) -> FitRecord:
-    """Returns the record of a fit that begins, which knows nothing."""
-    options = fit.options
-    contest = Contest(
-        running=Mode(0, options.micro_batches),
-        modes_left=len(fit.backends) - 1,
-        chooses_micro_batches=options.chooses_micro_batches,
-    )
-    return FitRecord(contest=contest, sizes=SizesRecord(is_searching=options.batch_size != "keep"))
-
-
 def begun_anew(fit: FitState) -> FitRecord:
     """Returns the record of a fit whose model was compiled anew: what is known of the device stays,
     and samples that are held."""
     for mode in fit.record.contest.sides:
         close(fit, mode)
-    new = begun(fit)
+    new = begun(fit.options, len(fit.backends))
     sizes = fit.record.sizes.for_new_steps(is_searching=new.sizes.is_searching)
     return replace(fit.record, contest=new.contest, steps={}, sizes=sizes, baseline=new.baseline)
 

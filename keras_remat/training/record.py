@@ -19,6 +19,7 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Usage
 from keras_remat.planning.plan import Plan
+from keras_remat.training.arguments import FitOptions
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.contest import Contest
 from keras_remat.training.decide import Phase
@@ -352,3 +353,17 @@ class FitRecord:
         """Returns the record with a new contest; modes that train no more are dropped."""
         kept = {mode: steps for mode, steps in self.steps.items() if mode in contest.sides}
         return replace(self, contest=contest, steps=kept)
+
+
+def begun(options: FitOptions, backends: int) -> FitRecord:
+    """Returns the record of a ``fit`` that begins, which knows nothing.
+
+    Args:
+        backends: number of backends that can train the model.
+    """
+    contest = Contest(
+        running=Mode(0, options.micro_batches),
+        modes_left=backends - 1,
+        chooses_micro_batches=options.chooses_micro_batches,
+    )
+    return FitRecord(contest=contest, sizes=SizesRecord(is_searching=options.batch_size != "keep"))
