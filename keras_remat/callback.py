@@ -47,7 +47,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     Args:
         memory_limit: every byte the device's allocator may have in use (weights, slots, data,
             activations, gradients, workspace): an int, ``"8GiB"``, ``"80%"`` of what the device
-            has, or ``None`` for all it has.
+            has, or ``None`` for all it has. A CPU has what other programs and the data leave.
         batch_size: ``"max"`` joins the batches ``fit`` was given into the largest that fits with at
             most one extra forward pass of recomputation, but keeps ten updates in an epoch whose
             length is known; ``"fastest"`` joins them as long as that trains more samples per

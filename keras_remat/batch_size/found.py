@@ -134,8 +134,7 @@ class BatchSearch:
         }
 
     def __str__(self) -> str:
-        peak = "predicted" if self.plan.measured is None else "measured"
-        usage = self.plan.measured or self.plan.predicted
+        peak_bytes, source = self.plan.known_peak
         run_s = self.verification_time_s
         ran = f" and run in {run_s:.1f} s" if run_s else ""
         limit, sizes = format_bytes(self.limit_bytes), {p.batch_size for p in self.probes}
@@ -150,7 +149,7 @@ class BatchSearch:
         if self.none_trained:
             found = f"No batch that ran kept to {limit}; {self.max_batch_size} by prediction"
         return (
-            f"{found} ({format_bytes(usage.peak_bytes)} {peak}, "
+            f"{found} ({format_bytes(peak_bytes)} {source}, "
             f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; "
             f"most samples per second predicted at {self.fastest_batch_size}; "
             f"{len(sizes)} sizes tried in {self.search_time_s:.1f} s{most}{ran}; "
@@ -186,7 +185,7 @@ class BatchSearch:
             p.batch_size: (p.plan, p.samples_per_s) for p in self.probes if p.plan is not None
         }
         return [
-            (size, (plan.measured or plan.predicted).peak_bytes, rate, plan.overhead)
+            (size, plan.known_peak[0], rate, plan.overhead)
             for size, (plan, rate) in sorted(newest.items())
         ]
 

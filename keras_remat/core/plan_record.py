@@ -53,6 +53,16 @@ class PlanRecord:
         return (time_s - base_s) / base_s if base_s > 0 else 0.0
 
     @property
+    def known_peak(self) -> tuple[int, Literal["measured", "predicted"]]:
+        """Returns the step's peak in bytes and where it comes from.
+
+        A device without statistics measures 0: then the predicted peak is all that is known.
+        """
+        if self.measured is not None and self.measured.peak_bytes:
+            return self.measured.peak_bytes, "measured"
+        return self.predicted.peak_bytes, "predicted"
+
+    @property
     def recomputes(self) -> bool:
         """Returns whether any op runs more than once."""
         return bool(self.solution.schedule.recomputed)

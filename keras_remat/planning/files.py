@@ -49,7 +49,7 @@ def _shown_plan(plan: Plan) -> Shown:
     usage, schedule = plan.measured or plan.predicted, plan.solution.schedule
     numbers = {
         "name": plan.name, "budget_bytes": plan.budget_bytes,
-        "peak_bytes": usage.peak_bytes, "time_s": usage.time_s,
+        "peak_bytes": plan.known_peak[0], "time_s": usage.time_s,
         "plain_peak_bytes": plan.store_all.peak_bytes, "plain_time_s": plan.store_all.time_s,
         "recomputed_ops": len(schedule.recomputed),
         "solver": plan.solution.solver, "status": plan.solution.status,

@@ -8,7 +8,7 @@ or from those given by name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,16 @@ def model_and_batch(
     return model, made
 
 
+def _named(module: str, name: str) -> Callable[[], Any]:
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise NamedModelError(f"no model from '{module}:{name}': {error}") from error
+    if not callable(found):
+        raise NamedModelError(f"'{module}:{name}' is no function: {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
 def _loaded(name: str) -> tuple[Any, Any]:
     """Returns the model of a file or a function, and its batch, ``None`` where it has none."""
     import keras
@@ -121,9 +131,7 @@ def _loaded(name: str) -> tuple[Any, Any]:
     if function and not Path(name).exists():
         sys.path.insert(0, "")  # as python -m does: finds modules in the current folder
         try:
-            model = getattr(import_module(module), function)()
-        except (ImportError, AttributeError) as error:
-            raise NamedModelError(f"no model from {name!r}: {error}") from error
+            model = _named(module, function)()
         finally:
             sys.path.remove("")
         if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], keras.Model):

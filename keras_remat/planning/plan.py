@@ -97,9 +97,9 @@ class Plan(PlanRecord):
         check_rules(problem, self.solution.schedule)
 
     def __str__(self) -> str:
-        measured = "not measured yet"
-        if self.measured is not None:
-            measured = f"{format_bytes(self.measured.peak_bytes)} measured"
+        peak_bytes, source = self.known_peak
+        is_measured = source == "measured"
+        measured = f"{format_bytes(peak_bytes)} measured" if is_measured else "not measured yet"
         return (
             f"Plan: peak {format_bytes(self.predicted.peak_bytes)} predicted, {measured}, "
             f"budget {format_bytes(self.budget_bytes)} "

@@ -187,12 +187,11 @@ def _report_tiles(report: ReportRecord) -> list[tuple[str, str, str]]:
 
 
 def _plan_tiles(planned: PlanRecord) -> list[tuple[str, str, str]]:
-    usage = planned.measured or planned.predicted
-    kept = usage.peak_bytes <= planned.budget_bytes
-    word = "measured" if planned.measured is not None else "predicted"
+    peak_bytes, source = planned.known_peak
+    kept = peak_bytes <= planned.budget_bytes
     again = len(planned.solution.schedule.recomputed)
     return [
-        (f"peak {word}", format_bytes(usage.peak_bytes), "good" if kept else "bad"),
+        (f"peak {source}", format_bytes(peak_bytes), "good" if kept else "bad"),
         ("budget", format_bytes(planned.budget_bytes), ""),
         ("plain peak, predicted", format_bytes(planned.store_all.peak_bytes), ""),
         ("added time, predicted", overhead_text(planned, planned.compiled), ""),

@@ -105,7 +105,7 @@ def memory(
             label = f"{name}, peak {format_bytes(curve.peak_bytes)}"
             shapes.append(Steps(name, label, *curve.thinned(MAX_POINTS)))
     shapes += _limit(limit)
-    if measured is not None:
+    if measured is not None and measured.peak_bytes:
         label = f"measured peak {format_bytes(measured.peak_bytes)}"
         point = last.starts_s[last.peak_position], float(measured.peak_bytes)
         shapes.append(Line("measured", label, (point,)))

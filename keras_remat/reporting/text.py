@@ -270,6 +270,8 @@ def usage_rows(plan: PlanRecord) -> list[tuple[str, str, str, str, str]]:
         share = _percent(usage.peak_bytes / plan.budget_bytes) if plan.budget_bytes else "-"
         overhead = "-" if usage is plan.store_all else overhead_text(plan, usage)
         peak, seconds = format_bytes(usage.peak_bytes), format_seconds(usage.time_s)
+        if not usage.peak_bytes:  # the device keeps no statistics
+            peak = share = "-"
         rows.append((name, peak, share, seconds, overhead))
     return rows
 

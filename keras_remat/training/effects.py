@@ -101,8 +101,9 @@ def start_recorder(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: P
 
 def end_recording(tools: Tools, shape: Recording) -> Recording:
     """Ends a recording and returns the shape with its measured profile, if there is one."""
+    resident = shape.resident_bytes if tools.backend.device.has_statistics else None
     with tools.fit.long_task("reading the profile"):
-        profile = shape.recorder.stop(shape.run, shape.resident_bytes)
+        profile = shape.recorder.stop(shape.run, resident)
         if shape.recorder.remark:
             tools.fit.event(*tell.recorded(shape.recorder.remark))
         if profile is None:

@@ -19,19 +19,26 @@ MACHINE = os.sysconf("SC_PHYS_PAGES") * PAGE
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Sets what the system says: files of a control group, the limit, what is mapped, cores."""
+    """Sets what the system says: what is left of the machine, files of a control group, the limit,
+    what is mapped, cores."""
 
-    def says(address_space=resource.RLIM_INFINITY, mapped=0, cores=1, **files):
-        paths = {
-            "/sys/fs/cgroup/memory.max": files.get("second"),
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes": files.get("first"),
+    def says(address_space=resource.RLIM_INFINITY, mapped=0, cores=1, left=None, **files):
+        texts = {
+            "/proc/meminfo": left and f"MemTotal: 1 kB\nMemAvailable: {left // 1024} kB\nHuge: 0",
             "/proc/self/statm": f"{mapped // PAGE} 1 1 1 0 1 0",
+            "/sys/fs/cgroup/memory.max": files.get("second"),
+            "/sys/fs/cgroup/memory.current": files.get("used"),
+            "/sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {files.get('cached', 0)}",
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes": files.get("first"),
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes": files.get("used"),
+            "/sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {files.get('cached', 0)}",
         }
 
         def path(name):
             stand_in = tmp_path / name.strip("/").replace("/", "_")
-            if paths[name] is not None:
-                stand_in.write_text(f"{paths[name]}\n")
+            stand_in.unlink(missing_ok=True)
+            if texts[name] is not None:
+                stand_in.write_text(f"{texts[name]}\n")
             return stand_in
 
         monkeypatch.setattr(host, "Path", path)
@@ -42,14 +49,34 @@ def machine(monkeypatch, tmp_path):
     return says
 
 
-def test_without_a_limit_it_is_the_machine_s_memory(machine):
-    assert host.host_memory_bytes(0) == MACHINE
+def test_where_nothing_else_is_told_it_is_the_machine_s_memory(machine):
+    assert host.host_memory_bytes(0) == host.machine_bytes() == MACHINE
+
+
+def test_what_other_processes_python_and_data_take_is_not_there(machine):
+    """It counts in steps of a 32nd of the machine's memory."""
+    machine(left=MACHINE // 2 + MIB)
+    assert host.host_memory_bytes(0) == 16 * (MACHINE // 32)
+    machine(left=MACHINE // 2 - MIB)
+    assert host.host_memory_bytes(0) == 15 * (MACHINE // 32)
+    assert host.host_memory_bytes(2 * MIB) == 16 * (MACHINE // 32)
+
+
+@pytest.mark.parametrize("held", [0, MACHINE])
+def test_it_is_more_than_nothing_and_no_more_than_the_machine_has(machine, held):
+    machine(left=1024)
+    assert host.host_memory_bytes(held) == (MACHINE if held else MACHINE // 32)
 
 
 @pytest.mark.parametrize("version", ["first", "second"])
-def test_a_container_s_limit_counts(machine, version):
-    machine(**{version: 100 * MIB})
-    assert host.host_memory_bytes(0) == 100 * MIB
+def test_what_a_container_has_left_counts(machine, version):
+    machine(**{version: 320 * MIB})
+    assert host.host_memory_bytes(0) == 320 * MIB
+    machine(**{version: 320 * MIB}, used=120 * MIB)
+    assert host.host_memory_bytes(0) == 200 * MIB
+    machine(**{version: 320 * MIB}, used=120 * MIB, cached=20 * MIB)
+    assert host.host_memory_bytes(0) == 220 * MIB
+    assert host.host_memory_bytes(50 * MIB) == 270 * MIB
 
 
 @pytest.mark.parametrize("unlimited", ["max", 2**63 - 4096])
@@ -78,8 +105,8 @@ def test_an_address_space_that_is_used_up_leaves_what_tensors_take(machine):
 
 
 def test_the_least_of_all_limits_counts(machine):
-    machine(address_space=2 * GIB, mapped=1 * GIB, second=50 * MIB)
-    assert host.host_memory_bytes(0) == 50 * MIB
+    machine(address_space=2 * GIB, mapped=1 * GIB, second=64 * MIB)
+    assert host.host_memory_bytes(0) == 64 * MIB
     machine(address_space=GIB, mapped=GIB - 200 * MIB, second=500 * MIB)
     assert host.host_memory_bytes(0) == 180 * MIB - 96 * MIB
 

@@ -100,7 +100,7 @@ def test_large_machine_is_not_cut_to_the_allocator_s_default(
 ):
     from keras_remat.backends.tensorflow.memory import measure
 
-    monkeypatch.setattr(measure, "host_memory_bytes", lambda in_use: machine_gib * 2**30)
+    monkeypatch.setattr(measure, "machine_bytes", lambda: machine_gib * 2**30)
     assert keras_remat.enable_cpu_memory_stats()
     assert untouched["TF_CPU_ALLOCATOR_USE_BFC"] == "1"
     assert untouched.get("TF_CPU_BFC_MEM_LIMIT_IN_MB") == limit_mib

@@ -44,6 +44,14 @@ def test_the_sentence_has_sizes_limit_and_what_was_measured(search):
         assert part in text
 
 
+def test_without_statistics_peaks_are_the_predicted_ones(search):
+    """The device measured 0 bytes."""
+    blind = replace(search.plan, measured=Usage(1.0, 0))
+    told = replace(search, probes=(*search.probes[:-1], SizeTrial(64, blind)))
+    assert "KiB predicted, overhead" in str(told)
+    assert " 0 B" not in told._repr_html_()
+
+
 @pytest.mark.parametrize(
     ("limit_s", "told"),
     [

@@ -48,6 +48,11 @@ def uncompiled():
 
 def nothing():
     return None
+
+NUMBER = 3
+
+def fails():
+    return keras.no_such_name
 """
 
 
@@ -88,6 +93,7 @@ def test_open_shapes_are_given_with_or_without_a_name():
         ("uncompiled", {}, "a model that is not compiled: call model.compile(optimizer, loss)"),
         ("nothing", {}, "gave NoneType; a model is a file"),
         ("missing", {}, "no model from 'models_by_name:missing'"),
+        ("NUMBER", {}, "'models_by_name:NUMBER' is no function: int"),
         ("fixed", {"batch_size": 4}, "has the fixed shape (8, 5): give 8"),
         ("with_batch", {"batch_size": 4, "dtypes": ["int32"]},
          "gave a batch of its own: leave out --batch-size and --dtype"),
@@ -105,6 +111,11 @@ def test_what_is_wrong_is_said_with_what_the_options_can_do(function, options, s
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         batch_of(function, **options)
     assert said in str(caught.value)
+
+
+def test_an_error_of_the_function_is_not_taken_for_a_wrong_name():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        batch_of("fails")
 
 
 def test_files():

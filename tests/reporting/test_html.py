@@ -21,6 +21,7 @@ from keras_remat.reporting import html as page
 from keras_remat.reporting.chart import round_numbers
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 from keras_remat.reporting.svg import draw
+from keras_remat.reporting.text import plan_text
 
 CHAIN = Problem(
     chain_example(), Profile((1.0, 2.0, 3.0, 4.0, 5.0), (0,) * 5, 1, device="CPU:0"), 9, "chain"
@@ -124,6 +125,16 @@ def test_page_of_a_fit_holds_what_a_reader_asks():
         assert text in found.text
     assert "measured peak 8 B" in found.text
     assert "while a runs" in found.text  # on hover
+
+
+def test_a_peak_of_0_is_that_of_a_device_without_statistics():
+    plan = plan_of(CHAIN, RECOMPUTE_A, Usage(16.0, 0))
+    source = page.plan_page(plan)
+    assert "peak predicted" in source
+    assert "measured peak" not in source
+    for text in (str(plan), plan_text(plan), Page(source).text):
+        assert " 0 B" not in text
+    assert plan.known_peak == (plan.predicted.peak_bytes, "predicted")
 
 
 def test_page_of_a_fit_that_ends_over_its_limit_says_so():

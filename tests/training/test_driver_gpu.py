@@ -4,6 +4,7 @@ import time
 
 import pytest
 from fake_backend import (
+    RESIDENT_BYTES,
     FakeBackend,
     batch_of,
     event_kinds,
@@ -212,5 +213,7 @@ def test_without_statistics_plans_are_made_by_predicted_peaks(limit):
     assert trainer.settled_peak_bytes is None
     if limit == TIGHT:
         assert trainer.plan.measured is None
+        assert trainer.problem.profile.source == "measured"
+        assert trainer.problem.profile.resident_bytes == RESIDENT_BYTES
         assert trainer.plan.predicted.peak_bytes <= TIGHT
         assert "measured peak" not in report.events[-1].message.lower()

@@ -17,7 +17,7 @@ def diagnosis() -> dict[str, Any]:
     stats = device.memory_stats() or {}
     on_cpu = not live_target().on_gpu
     limit = int(stats.get("bytes_limit", 0)) or (host_memory_bytes(0) if on_cpu else 0)
-    source = "the least of machine, container and address space"
+    source = "what machine, container and address space have left"
     if not on_cpu:
         source = "bytes_limit of JAX's allocator, by default 75 % of the card"
     advice = []

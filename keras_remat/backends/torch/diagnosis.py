@@ -22,7 +22,7 @@ def diagnosis() -> dict[str, Any]:
         if on_cpu
         else "peaks are measured",
         "limit_bytes": device.total_bytes(),
-        "limit_source": "the least of machine, container and address space"
+        "limit_source": "what machine, container and address space have left"
         if on_cpu
         else "what is free on the card, and what the process was given of it",
         "in_use_bytes": device.in_use_bytes(),

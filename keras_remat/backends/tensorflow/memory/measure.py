@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.host import host_memory_bytes
+from keras_remat.backends.host import host_memory_bytes, machine_bytes
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.memory.best_fit import GRANULE_BYTES
@@ -44,6 +44,8 @@ WORKSPACE_ADVICE = (
 _SMALL_REQUEST_BYTES, _COUNTED_REQUEST_BYTES = 1, 512 * KIB
 #: How often a request is probed, at most.
 _PROBES = 5
+#: Device → the highest measured peak. A pool (BFC) keeps these bytes.
+_POOL_BYTES: dict[str, int] = {}
 
 
 class TensorFlowDevice:
@@ -139,13 +141,17 @@ class TensorFlowDevice:
     def total_bytes(self) -> int:
         """Returns all the memory this process may use on the device.
 
-        On a GPU that is the allocator's limit; on a CPU the least of the machine's, the container's
-        and BFC's limit.
+        On a GPU that is the allocator's limit; on a CPU the least of BFC's limit and what machine
+        and container have left.
         """
         if self.name.startswith("GPU"):
             return min(private.device_memory_limit_bytes(name) for name in self.allocators)
-        total = host_memory_bytes(bytes_in_use())
-        return (min(total, _bfc_limit_bytes()) if _bfc_is_asked_for() else total) // self._sharers
+        if _bfc_is_asked_for():
+            held_bytes = max(bytes_in_use(), _POOL_BYTES.get(self.name, 0))
+            total = min(host_memory_bytes(held_bytes), _bfc_limit_bytes())
+        else:
+            total = host_memory_bytes(bytes_in_use())
+        return total // self._sharers
 
     def region_bytes(self) -> int:
         """Returns the bytes of the allocator's only region; 0 where it adds regions."""
@@ -160,7 +166,7 @@ class TensorFlowDevice:
             )
         if _bfc_is_asked_for() and self.total_bytes() == _bfc_limit_bytes():
             return _BFC_LIMIT_MIB
-        return "the least of machine, container and address space"
+        return "what machine, container and address space have left"
 
     def remark(self) -> str | None:
         """Returns a sentence on what makes predictions less exact here; ``None`` for nothing."""
@@ -199,7 +205,7 @@ def enable_cpu_statistics() -> bool:
     os.environ.setdefault(_USE_BFC, "1")
     if not _bfc_is_asked_for():
         return False
-    machine_mib = host_memory_bytes(0) // MIB
+    machine_mib = machine_bytes() // MIB
     if machine_mib > _DEFAULT_BFC_LIMIT_MIB:  # else BFC would hand out no more than its default
         os.environ.setdefault(_BFC_LIMIT_MIB, str(machine_mib))
     return True
@@ -232,7 +238,9 @@ def measure(
     else:
         result = step()
     elapsed = time.perf_counter() - started
-    return result, Usage(elapsed, device.peak_bytes())
+    peak_bytes = device.peak_bytes()
+    _POOL_BYTES[device.name] = max(peak_bytes, _POOL_BYTES.get(device.name, 0))
+    return result, Usage(elapsed, peak_bytes)
 
 
 def synchronize(result: Any) -> None:

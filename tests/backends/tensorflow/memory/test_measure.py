@@ -31,6 +31,23 @@ def test_peak_is_what_was_alive_during_the_step_and_not_before():
     assert second.time_s > 0
 
 
+def test_a_pool_keeps_what_it_once_handed_out(monkeypatch):
+    """What the system calls used is left for tensors, where the pool holds it."""
+    numbers = {"current": 30, "peak": 90}
+    monkeypatch.setattr(measure, "_POOL_BYTES", {})
+    monkeypatch.setattr(measure, "_memory_info", lambda name: numbers)
+    monkeypatch.setattr(measure, "_reset_peak", lambda name: None)
+    monkeypatch.setattr(measure, "host_memory_bytes", lambda held_bytes: 1000 + held_bytes)
+    monkeypatch.setattr(measure, "device_name", lambda: "CPU:0")
+    device = measure.TensorFlowDevice()
+    measure.measure(lambda: None, device=device)
+    numbers["peak"] = 40
+    measure.measure(lambda: None, device=device)
+    for pooled, expected in [("1", 1090), ("0", 1030)]:
+        monkeypatch.setenv("TF_CPU_ALLOCATOR_USE_BFC", pooled)
+        assert device.total_bytes() == expected
+
+
 def test_results_that_are_no_tensors_come_back():
     result, usage = measure.measure(
         lambda: {"loss": tf.constant(2.0), "note": "done", "none": None}
