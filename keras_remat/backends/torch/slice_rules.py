@@ -93,7 +93,7 @@ class Operands:
         """Returns the axes that an argument names; all axes if it names none."""
         given = self.arguments.get(name)
         given = (given,) if isinstance(given, int) else given
-        return {at % rank for at in given} if given else set(range(rank))
+        return {at % max(rank, 1) for at in given} if given else set(range(rank))
 
 
 Ways = Iterator[Way]
@@ -126,77 +126,56 @@ def _made(op: Operands) -> Ways:
         yield Way(op.every(axis))
 
 
-def _like(op: Operands) -> Ways:
-    """Yields ways for operators that read only the shape of a tensor."""
-    for axis in op.axes:
-        yield Way(op.every(axis), {"self": axis})
+def _kept_alike(op: Operands, worked: set[int], rank: int) -> Ways:
+    """Yields ways for operators that work along some axes, and treat all others alike.
+
+    Args:
+        worked: the axes that they work along; a tensor or a result may lack all of them.
+        rank: number of axes of those that lack none.
+    """
+    for axis in sorted(set(range(rank)) - worked):
+        without = axis - sum(at < axis for at in worked)
+        made = axis if len(op.result) == rank else without
+        read = {name: axis if len(shape) == rank else without for name, shape in op.shapes.items()}
+        size = op.result[made]
+        if all(op.shapes[name][at : at + 1] == (size,) for name, at in read.items()):
+            yield Way(op.every(made), read)
 
 
-def _kept_alike(op: Operands, worked: set[int]) -> Ways:
-    """Yields ways for operators that work along some axes, and treat all others alike."""
-    for axis in op.axes:
-        alike = all(
-            len(shape) > axis and shape[axis] == op.result[axis] for shape in op.shapes.values()
-        )
-        if axis not in worked and alike:
-            yield Way(op.every(axis), dict.fromkeys(op.shapes, axis))
-
-
-def _all_but(parameter: str) -> Callable[[Operands], Ways]:
+def _along(parameter: str) -> Callable[[Operands], Ways]:
     """Returns the rule of operators that work along the axes in an argument."""
 
     def rule(op: Operands) -> Ways:
-        return _kept_alike(op, op.dims(parameter, len(op.result)))
+        rank = max(map(len, (op.result, *op.shapes.values())))
+        return _kept_alike(op, op.dims(parameter, rank), rank)
 
     return rule
 
 
-def _all_but_last(count: int) -> Callable[[Operands], Ways]:
-    """Returns the rule of operators that work along the last ``count`` axes."""
-
-    def rule(op: Operands) -> Ways:
-        return _kept_alike(op, set(range(len(op.result) - count, len(op.result))))
-
-    return rule
-
-
-def _concatenation(op: Operands) -> Ways:
-    dim = op.arguments["dim"] % len(op.result)
-    for axis in op.axes:
-        if axis != dim:
-            is_new = op.name == "stack" and axis > dim
-            yield Way((axis,), {"tensors": axis - is_new})
+def _triangle(op: Operands) -> Ways:
+    rank = len(op.result)
+    return _kept_alike(op, {rank - 2, rank - 1}, rank)
 
 
 def _reduction(op: Operands) -> Ways:
-    shape = op.shapes["self"]
-    if not shape:
-        return
-    dims = op.dims("dim", len(shape))
-    kept = [at for at in range(len(shape)) if at not in dims]
-    for place, at in enumerate(kept):
-        if shape[at] > 1:
-            yield Way(op.every(at if op.arguments.get("keepdim") else place), {"self": at})
+    yield from _along("dim")(op)
     adds: Mapping[str, Mode] = {"sum": SUM, "mean": MEAN}
     if op.name in adds:
-        for at in sorted(dims):
-            if shape[at] > 1:
-                yield Way((adds[op.name],), {"self": at})
+        for at in sorted(op.dims("dim", len(op.shapes["self"]))):
+            yield Way((adds[op.name],), {"self": at})
 
 
 def _product(op: Operands) -> Ways:
     """Yields ways for matrix products, single or batched, with or without an added tensor."""
-    left, right = ("self", "mat2") if "mat2" in op.shapes else ("mat1", "mat2")
-    if op.name in ("addmm", "baddbmm"):
-        left, right = ("mat1", "mat2") if op.name == "addmm" else ("batch1", "batch2")
+    *added, left, right = op.shapes
     rank = len(op.result)
     for axis in op.axes:
-        added = {} if left == "self" else _added(op, axis)
+        modes = _added(op, axis) if added else {}
         if axis < rank - 2:
-            yield Way((axis,), {**added, left: axis, right: axis})
+            yield Way((axis,), {**modes, left: axis, right: axis})
         else:
-            yield Way((axis,), {**added, left if axis == rank - 2 else right: axis})
-    if left == "self":
+            yield Way((axis,), {**modes, left if axis == rank - 2 else right: axis})
+    if not added:
         yield Way((SUM,), {left: rank - 1, right: rank - 2})
 
 
@@ -215,19 +194,12 @@ def _vector_product(op: Operands) -> Ways:
         yield Way((SUM,), {"self": 0, "tensor": 0})
 
 
-def _by_sample(*read: str, rank: int) -> Callable[[Operands], Ways]:
-    """Returns the rule of operators that treat samples alike, along the first axis.
-
-    Args:
-        read: names of the arguments that are read by part.
-        rank: least rank of the result; with fewer axes it has no samples.
-    """
-
-    def rule(op: Operands) -> Ways:
-        if len(op.result) >= rank:
-            yield Way(op.every(0), {name: 0 for name in read if name in op.shapes})
-
-    return rule
+def _by_sample(op: Operands) -> Ways:
+    """Yields a way for operators on images that treat samples alike, along the first axis."""
+    axes_of_image = next((int(letter) for letter in op.name if letter.isdigit()), 1)
+    if len(op.result) >= 2 + axes_of_image:  # else it is a single image
+        read = ("grad_output", "self", "input", "indices")
+        yield Way(op.every(0), {name: 0 for name in read if name in op.shapes})
 
 
 def _normalization(op: Operands) -> Ways:
@@ -296,15 +268,6 @@ def _repetition(op: Operands) -> Ways:
             yield Way((axis,), {"self": axis - len(op.result) + len(shape)})
 
 
-def _gradient_of_part(op: Operands) -> Ways:
-    """Yields ways for the gradient of a view of one place, or of a range, along an axis."""
-    dim = op.arguments["dim"] % len(op.result)
-    for axis in op.axes:
-        if axis != dim:
-            is_dropped = op.name == "select_backward" and axis > dim
-            yield Way((axis,), {"grad_output": axis - is_dropped})
-
-
 def _attention(op: Operands) -> Ways:
     """Yields a way for attention sample by sample."""
     if op.arguments.get("dropout_p"):
@@ -351,30 +314,17 @@ def _permutation(op: Operands) -> Ways:
         yield Way((axis,), {"self": order[axis]})
 
 
-def _selection(op: Operands) -> Ways:
-    dim = op.arguments["dim"] % (len(op.result) + 1)
-    for axis in op.axes:
-        yield Way(op.every(axis), {"self": axis + (axis >= dim)})
-
-
-def _range(op: Operands) -> Ways:
-    dim = op.arguments["dim"] % len(op.result)
-    for axis in op.axes:
-        if axis != dim:
-            yield Way(op.every(axis), {"self": axis})
-
-
-#: Operators that work element by element, although PyTorch does not mark them so.
+#: Operators that work element by element, although PyTorch does not mark them so, or that read only
+#: the shape of a tensor.
 _POINTWISE = names("""
     _to_copy clone copy fill zero masked_fill where lift_fresh_copy native_dropout_backward
     elu_backward leaky_relu_backward hardtanh_backward softplus_backward hardswish_backward
-    hardsigmoid_backward mish_backward
+    hardsigmoid_backward mish_backward zeros_like ones_like full_like empty_like
 """)
 
 _RULES: Mapping[str, Callable[[Operands], Ways]] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(names("zeros ones full empty new_zeros new_ones new_full new_empty"), _made),
-    **dict.fromkeys(names("zeros_like ones_like full_like empty_like"), _like),
     **dict.fromkeys(
         names("""
             sum mean amax amin max min argmax argmin any all prod logsumexp var std var_mean
@@ -385,16 +335,15 @@ _RULES: Mapping[str, Callable[[Operands], Ways]] = {
     **dict.fromkeys(
         names("""
             _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data
-            cumsum cumprod cummax cummin logcumsumexp sort topk gather scatter scatter_add glu
+            cumsum cumprod cummax cummin logcumsumexp sort topk gather scatter scatter_add glu cat
+            stack select_backward slice_backward
         """),
-        _all_but("dim"),
+        _along("dim"),
     ),
-    **dict.fromkeys(names("flip roll"), _all_but("dims")),
-    **dict.fromkeys(names("tril triu"), _all_but_last(2)),
-    **dict.fromkeys(names("cat stack"), _concatenation),
+    **dict.fromkeys(names("flip roll"), _along("dims")),
+    **dict.fromkeys(names("tril triu"), _triangle),
     **dict.fromkeys(names("mm bmm addmm baddbmm"), _product),
     **dict.fromkeys(names("mv dot"), _vector_product),
-    "convolution": _by_sample("input", rank=3),
     "convolution_backward": _convolution_gradients,
     **dict.fromkeys(
         names("""
@@ -416,47 +365,22 @@ _RULES: Mapping[str, Callable[[Operands], Ways]] = {
         _negative_log_likelihood,
     ),
     **dict.fromkeys(
-        names("max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d"),
-        _by_sample("self", rank=4),
-    ),
-    **dict.fromkeys(
-        names("max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d"),
-        _by_sample("self", rank=5),
-    ),
-    **dict.fromkeys(
         names("""
+            convolution
+            max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d
+            max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d
             max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward
             adaptive_max_pool2d_backward
-        """),
-        _by_sample("grad_output", "self", "indices", rank=4),
-    ),
-    **dict.fromkeys(
-        names("""
             max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward
             adaptive_max_pool3d_backward
-        """),
-        _by_sample("grad_output", "self", "indices", rank=5),
-    ),
-    **dict.fromkeys(
-        names("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"),
-        _by_sample("self", "input", rank=4),
-    ),
-    **dict.fromkeys(
-        names("""
+            upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
             upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
+            reflection_pad2d replication_pad2d reflection_pad2d_backward replication_pad2d_backward
         """),
-        _by_sample("grad_output", rank=4),
-    ),
-    **dict.fromkeys(
-        names("reflection_pad2d replication_pad2d"), _by_sample("self", rank=4)
-    ),
-    **dict.fromkeys(
-        names("reflection_pad2d_backward replication_pad2d_backward"),
-        _by_sample("grad_output", "self", rank=4),
+        _by_sample,
     ),
     "constant_pad_nd": _padding,
     "repeat": _repetition,
-    **dict.fromkeys(names("select_backward slice_backward"), _gradient_of_part),
     **dict.fromkeys(
         names("""
             _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
@@ -476,27 +400,11 @@ _VIEWS: Mapping[str, Callable[[Operands], Ways]] = {
     ),
     "expand": _pointwise,
     **dict.fromkeys(names("permute transpose t"), _permutation),
-    **dict.fromkeys(names("select unbind"), _selection),
-    **dict.fromkeys(names("slice split split_with_sizes"), _range),
+    **dict.fromkeys(names("select unbind slice split split_with_sizes"), _along("dim")),
 }  # fmt: skip
 
-#: Operator → argument that holds the shape of its result.
-_SHAPE_IN: Mapping[str, str] = {
-    **dict.fromkeys(
-        names("""
-            view _unsafe_view expand zeros ones full empty new_zeros new_ones new_full new_empty
-        """),
-        "size",
-    ),
-    "reshape": "shape",
-    **dict.fromkeys(names("select_backward slice_backward"), "input_sizes"),
-    **dict.fromkeys(
-        names("""
-            upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
-        """),
-        "input_size",
-    ),
-}
+#: Arguments that hold the shape of an operator's result.
+_OF_RESULT = ("size", "shape", "input_sizes", "input_size")
 
 
 def ways_of(op: Operands) -> tuple[Way, ...]:
@@ -521,7 +429,8 @@ def _has_parts(op: Operands, way: Way) -> bool:
 
 def part_arguments(op: Operands, way: Way, parts: int) -> dict[str, Any]:
     """Returns the arguments of a part by name; tensors are still those of the whole."""
-    arguments, told, axis = dict(op.arguments), _SHAPE_IN.get(op.name), way.axis
+    arguments, axis = dict(op.arguments), way.axis
+    told = next((name for name in _OF_RESULT if name in arguments), None)
     if told is not None and axis is not None:
         sizes = list(arguments[told])
         if sizes[axis] > 0:
