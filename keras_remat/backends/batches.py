@@ -75,6 +75,13 @@ def batch_bytes(batch: Any) -> int:
     return total
 
 
+def map_arrays(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Returns a batch with a function's results in the place of its arrays; ``None`` stays."""
+    import keras
+
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), batch)
+
+
 def repeated_batch(batch: Any, size: int) -> Any:
     """Returns a batch of ``size`` samples that repeats the samples of ``batch``, in order.
 
@@ -92,20 +99,12 @@ def repeated_batch(batch: Any, size: int) -> Any:
     import keras
 
     at = np.arange(size) % batch_size_of(batch)
-
-    def repeated(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        return keras.ops.take(leaf, at, axis=0)
-
-    return keras.tree.map_structure(repeated, batch)
+    return map_arrays(lambda leaf: keras.ops.take(leaf, at, axis=0), batch)
 
 
 def sliced(batch: Any, part: slice) -> Any:
     """Returns some samples of a batch of arrays; ``None`` stays ``None``."""
-    import keras
-
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], batch)
+    return map_arrays(lambda leaf: leaf[part], batch)
 
 
 def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], Any]) -> Any:
@@ -119,18 +118,10 @@ def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], A
     Raises:
         UnsupportedModelError: an array's first dimension is not the batch size.
     """
-    import keras
-
-    samples = batch_size_of(batch)
-
-    def resized(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        if len(leaf.shape) == 0 or leaf.shape[0] != samples:
-            raise UnsupportedModelError(
-                f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples of "
-                "its batch."
-            )
-        return spec((size, *leaf.shape[1:]), leaf)
-
-    return keras.tree.map_structure(resized, batch)
+    uneven = uneven_shape(batch)
+    if uneven is not None:
+        raise UnsupportedModelError(
+            f"An array of shape {uneven} does not have the {batch_size_of(batch)} samples of its "
+            "batch."
+        )
+    return map_arrays(lambda leaf: spec((size, *leaf.shape[1:]), leaf), batch)

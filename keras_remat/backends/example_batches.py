@@ -262,10 +262,7 @@ def _input(
             "give arrays or specs with every dimension",
             lacks_shapes=True,
         )
-    if shape is not None and (
-        len(shape) != len(own)
-        or any(a is not None and a != b for a, b in zip(own, shape, strict=True))
-    ):
+    if shape is not None and not _may_be(own, shape):
         raise ValueError(f"input {name!r} has the shape {own} without the batch, got {shape}")
     return keras.KerasTensor((size, *(shape or own)), dtype or tensor.dtype, name=tensor.name)
 

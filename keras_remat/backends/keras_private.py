@@ -6,10 +6,12 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
+
+from keras_remat.backends.batches import map_arrays
 
 #: Name of Keras's seed generator among its global attributes; newer versions have a constant for
 #: it.
@@ -68,10 +70,7 @@ def build_losses_and_metrics(model: Any, batch: Any) -> None:
     targets = keras.utils.unpack_x_y_sample_weight(batch)[1]
     if targets is None:
         return
-    targets = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else keras.KerasTensor(leaf.shape, leaf.dtype.name),
-        targets,
-    )
+    targets = map_arrays(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), targets)
     losses, metrics = model._compile_loss, model._compile_metrics
     for_losses = _in_structure_of(outputs, targets)
     if losses is not None and not losses.built and for_losses is not None:
@@ -125,16 +124,15 @@ def seed_generator_in_place() -> Iterator[None]:
     with_its_own = dict(names)
     is_used = False
 
-    def drawn(**options: Any) -> Any:
+    def drawn(draw: Callable[..., Any], **options: Any) -> Any:
         nonlocal is_used
         is_used = True
-        return type(generator).next(generator, **options)
+        return draw(**options)
 
-    generator.next = drawn
     try:
-        yield
+        with wrapped(generator, "next", drawn):
+            yield
     finally:
-        del generator.next
         if not is_used:
             global_state.set_global_attribute(name, None)
             random.setstate(before)
@@ -364,15 +362,21 @@ def without_cudnn(model: Any) -> Iterator[None]:
             layer.use_cudnn = chosen
 
 
-@contextmanager
-def wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method by ``replacement``, whose first argument is the original method."""
-    original, own = getattr(owner, name), vars(owner).get(name)
+def wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Replaces a method inside by ``replacement``, whose first argument is the original method."""
+    original = getattr(owner, name)
 
     def method(*args: Any, **options: Any) -> Any:
         return replacement(original, *args, **options)
 
-    setattr(owner, name, method)
+    return replaced(owner, name, method)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Gives an attribute of an object, class or module another value inside."""
+    own = vars(owner).get(name)
+    setattr(owner, name, new)
     try:
         yield
     finally:

@@ -86,8 +86,7 @@ class TorchBackend:
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         def spec(shape: tuple[int, ...], leaf: Any) -> torch.Tensor:
-            dtype = as_tensors(leaf).dtype
-            return torch.empty(shape, dtype=dtype, device="meta")
+            return torch.empty(shape, dtype=torch.as_tensor(leaf).dtype, device="meta")
 
         return batches.resized_spec(batch, size, spec)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from keras_remat.backends.keras_private import replaced
 from keras_remat.backends.torch import private
+from keras_remat.backends.torch.recorder import Move, Recorder
 from keras_remat.errors import UnsupportedModelError
 
 _SEEDS = (
@@ -29,30 +30,6 @@ _IN_A_BRANCH = (
     "A branch of keras.ops.cond takes down, or puts back, the state of PyTorch's generator. Do it "
     "outside of the branch."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Records that a state was saved or restored.
-
-    Args:
-        at: how many calls were recorded before.
-        device: kind of the device of the generator.
-        mark: number of the state.
-        is_back: whether it was restored.
-    """
-
-    at: int
-    device: str
-    mark: int
-    is_back: bool
-
-
-class Recorder(Protocol):
-    """Notes the moves."""
-
-    recording: Any
-    predicate: tuple[tuple[int, bool], ...]
 
 
 class _Generator:
@@ -109,5 +86,5 @@ def recorded(recorder: Recorder) -> Iterator[None]:
                 new |= {name: _refusing(f"cuda.{name}") for name in ("manual_seed_all", "seed_all")}
             for place in places:
                 for name, function in new.items():
-                    stack.enter_context(private.patched(place, name, function))
+                    stack.enter_context(replaced(place, name, function))
         yield

@@ -29,9 +29,6 @@ _NOT_OF_THE_USER = {"keras", "keras_remat", "numpy", "torch"}
 #: Attributes that no step reads: loops set them between steps, or Keras in a layer's first call.
 _READ_BY_NO_STEP = {"training", "stop_training", "stop_evaluating", "stop_predicting", "_called"}
 
-#: Id of an object's or module's table, and a name for the entry.
-Key = tuple[int, str]
-
 
 @dataclass(frozen=True, eq=False)
 class _Table:
@@ -155,22 +152,8 @@ def _is_of_the_user(thing: Any) -> bool:
     return not is_value and hasattr(thing, "__dict__") and not _is_known(type(thing).__module__)
 
 
-def settings_held(model: Any) -> dict[Key, Any]:
-    """Returns the plain values, numbers and texts, that Python holds for a model's step."""
-    return {
-        (id(table.values), f"{table.label}.{name}"): value
-        for table in _tables_of(model)
-        for name, value in table.items()
-        if _is_setting(name, value)
-    }
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, np.generic)) and name not in _READ_BY_NO_STEP
-
-
 class Settings:
-    """Sees which plain values are set between steps, by callbacks for instance.
+    """Sees which plain values, numbers and texts, are set: by callbacks for instance, or by a step.
 
     Args:
         model: the model whose step reads them. Attributes that it gets later are not looked at.
@@ -181,7 +164,8 @@ class Settings:
             (f"{table.label}.{name}", table.values, name)
             for table in _tables_of(model)
             for name, value in table.items()
-            if _is_setting(name, value)
+            if isinstance(value, (bool, int, float, str, np.generic))
+            and name not in _READ_BY_NO_STEP
         ]
         self.note()
 

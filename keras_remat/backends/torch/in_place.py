@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from keras_remat.backends.torch import private
 from keras_remat.backends.torch.program import PURE, WRITE, Node, Program
@@ -52,7 +51,7 @@ def reusable(program: Program, node: Node) -> tuple[int, ...]:
         and program.layouts[given].device == program.layouts[returned[0]].device
         and program.stored[value].nbytes == program.stored[returned[1]].nbytes
         and sum(read == value for read in node.reads.values()) == 1
-        and _times_given(arguments, node.call.kwargs, given) == 1
+        and node.call.reads.count(given) == 1
         and not _lies_as_others_do(program, node, returned[0])
     )
     return (value,) if is_its_own else ()
@@ -69,8 +68,3 @@ def _lies_as_others_do(program: Program, node: Node, returned: int) -> bool:
     if len(shape) < 2 or math.prod(shape) != max(shape):
         return False
     return sum(program.layouts[number].shape == shape for number in node.reads) > 1
-
-
-def _times_given(args: Any, kwargs: Any, number: int) -> int:
-    leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Ref))
-    return sum(isinstance(leaf, Ref) and leaf.number == number for leaf in leaves)

@@ -10,7 +10,7 @@ import torch
 from keras_remat.backends.batches import leaves_of
 from keras_remat.backends.torch.device import Device
 from keras_remat.backends.torch.recorder import Ref, Scalar
-from keras_remat.backends.torch.trace import TorchTracedStep, as_tensors
+from keras_remat.backends.torch.trace import TorchTracedStep
 from keras_remat.backends.torch.variables import drop_gradients
 from keras_remat.backends.torch.writer import compiled
 from keras_remat.core.schedule import Schedule
@@ -43,7 +43,7 @@ class LoweredStep:
 
     def _run(self, batch: Any) -> Any:
         traced = self.traced
-        leaves = [leaf for leaf in leaves_of(as_tensors(batch)) if leaf is not None]
+        leaves = [torch.as_tensor(leaf) for leaf in leaves_of(batch) if leaf is not None]
         own = traced.places.own
         given = [
             own[at].tensor if at < len(own) else leaves[at - len(own)] for at in self._writer.inputs

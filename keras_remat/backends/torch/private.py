@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from keras_remat.backends.keras_private import GLOBAL_SEED_GENERATOR
+from keras_remat.backends.keras_private import GLOBAL_SEED_GENERATOR, layers, replaced
 from keras_remat.errors import UnsupportedModelError
 
 #: Raised while recording if the step asks for a tensor's value, or for a shape that follows from
@@ -127,12 +127,9 @@ def _arguments(overload: Any) -> list[tuple[str, str]]:
 
 def written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Returns the arguments that a call writes."""
-    written = []
-    for at, argument in enumerate(overload._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            by_place = at < len(args) and not argument.kwarg_only
-            written.append(args[at] if by_place else kwargs.get(argument.name))
-    return written
+    given = arguments_of(overload, args, kwargs)
+    infos = {argument.name: argument.alias_info for argument in overload._schema.arguments}
+    return [one for name, one in given.items() if infos[name] and infos[name].is_write]
 
 
 def arguments_of(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -199,17 +196,6 @@ def python_of(expression: Any) -> str:
 
 
 # -------------------------------------------------------------------- Keras
-
-
-@contextmanager
-def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Gives an attribute another value inside."""
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
 
 
 def global_seed_state() -> list[Any]:
@@ -297,10 +283,10 @@ def recordable(seeds: Seeds, cond: Callable[..., Any]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_own_tracebacks())
-        stack.enter_context(patched(keras_random, "torch_seed_generator", seeds.generator))
-        stack.enter_context(patched(keras_core, "cond", cond))
-        stack.enter_context(patched(torch_nadam, "core", _NadamCore()))
-        stack.enter_context(patched(keras.layers.Layer, "add_weight", _refuse_weight))
+        stack.enter_context(replaced(keras_random, "torch_seed_generator", seeds.generator))
+        stack.enter_context(replaced(keras_core, "cond", cond))
+        stack.enter_context(replaced(torch_nadam, "core", _NadamCore()))
+        stack.enter_context(replaced(keras.layers.Layer, "add_weight", _refuse_weight))
         yield
 
 
@@ -342,8 +328,7 @@ def set_value(variable: Any, tensor: torch.Tensor) -> None:
 def modules(model: Any) -> list[torch.nn.Module]:
     """Returns all torch modules of a model, including those of layers that a functional model does
     not register."""
-    layers = [model, *model._flatten_layers()]
-    return list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+    return list(dict.fromkeys(module for layer in layers(model) for module in layer.modules()))
 
 
 # -------------------------------------------------------------------- memory events

@@ -37,7 +37,6 @@ from keras_remat.backends.torch.recorder import (
     Layout,
     Recording,
     Ref,
-    is_leaf,
     numbers_in,
 )
 from keras_remat.backends.torch.updates import chunks
@@ -158,7 +157,6 @@ class Program:
         self._first_state: dict[str, int] = {}
         self._taken_down: dict[tuple[str, int], int | None] = {}  # kind, mark → value then
         self._moves = list(reversed(recording.moves))
-        self._base: dict[int, int] = {}  # value → number of a tensor that is all of it
         written = {self.layouts[n].storage for call in recording.calls for n in call.writes}
         for number in (*recording.inputs, *tuple(recording.constants)):
             storage = self.layouts[number].storage
@@ -189,11 +187,11 @@ class Program:
 
     def base(self, value: int) -> int:
         """Returns the number of a tensor that spans a whole value."""
-        return self._base[value]
+        return self.stored[value].number
 
     def is_whole(self, number: int, value: int) -> bool:
         """Returns whether a tensor spans a whole value."""
-        return self.layouts[number].is_same(self.layouts[self._base[value]])
+        return self.layouts[number].is_same(self.layouts[self.base(value)])
 
     def rewritten(
         self,
@@ -210,7 +208,6 @@ class Program:
         other = copy(self)
         other.nodes, other.stored, other.layouts = nodes, stored, layouts
         other.recipes, other.sources, other.results = recipes, sources, results
-        other._base = {at: one.number for at, one in enumerate(stored)}
         return other
 
     @property
@@ -268,7 +265,6 @@ class Program:
         elif layout.device.type == "cuda":
             nbytes = -(-nbytes // CUDA_GRANULE) * CUDA_GRANULE
         self.stored.append(Stored(number, nbytes, producer))
-        self._base[len(self.stored) - 1] = number
         return len(self.stored) - 1
 
     def _make_anew(self, number: int) -> None:
@@ -459,7 +455,7 @@ class Program:
                 assert base is not None
             else:
                 node.old[number] = self._current[storage]
-                base = self._base[self._current[storage]]
+                base = self.base(self._current[storage])
                 if self._predicate_of(self._current[storage]) != call.predicate:
                     raise UnsupportedModelError(
                         "A branch of keras.ops.cond writes a tensor that was made outside of it. "
@@ -502,8 +498,7 @@ class Program:
         if kind not in self._state:
             node = self._add(kind=GET_STATE, phase=call.phase, device=kind)
             self._state[kind] = self._first_state[kind] = self._new_state(kind, node.id)
-            number = self.stored[self._state[kind]].number
-            node.outputs.append((number, self._state[kind]))
+            node.outputs.append((self.base(self._state[kind]), self._state[kind]))
         return kind, self._state[kind]
 
 
@@ -514,7 +509,7 @@ def _draws(call: Call) -> bool:
         return any(number is not None for number in (*call.outputs, *call.writes))
     if torch.Tag.nondeterministic_seeded not in call.operator.tags:
         return False
-    leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)
+    leaves = tree_leaves((call.args, call.kwargs))
     is_seeded = any(isinstance(leaf, Generator) for leaf in leaves)
     dropped = private.arguments_of(call.operator, call.args, call.kwargs).get("dropout_p")
     return not is_seeded and dropped != 0.0

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from keras_remat.backends.torch import private
 from keras_remat.backends.torch.constants import Constants
-from keras_remat.backends.torch.generator_states import Move
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.errors import UnsupportedModelError
 
@@ -79,6 +78,19 @@ class Layout:
     device: torch.device
     storage: int
 
+    @staticmethod
+    def of(tensor: torch.Tensor, storage: int) -> Layout:
+        """Returns how a tensor lies in a storage."""
+        shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        offset = int(tensor.storage_offset())
+        return Layout(shape, stride, offset, tensor.dtype, tensor.device, storage)
+
+    def tensor(self, device: torch.device | None = None) -> torch.Tensor:
+        """Returns a tensor that lies so in a storage of its own, on its device or another one."""
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=device or self.device
+        )
+
     def is_same(self, other: Layout) -> bool:
         """Returns whether two tensors lie in the same way, each in its own storage or in one."""
         mine = (self.shape, self.stride, self.offset, self.dtype)
@@ -122,18 +134,35 @@ class Call:
         )
 
 
-def is_leaf(thing: Any) -> bool:
-    """Returns whether an object stands for an argument."""
-    return isinstance(thing, (Ref, Generator, Scalar))
+def tensors_in(structure: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a structure of arguments."""
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
 
 
 def numbers_in(structure: Any) -> Iterator[int]:
     """Yields the numbers of all tensors that a structure of arguments refers to."""
-    for leaf in tree_leaves(structure, is_leaf=is_leaf):
+    for leaf in tree_leaves(structure):
         if isinstance(leaf, (Ref, Generator)):
             yield leaf.number
         elif isinstance(leaf, Scalar):
             yield from (number for _, number in leaf.symbols)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Records that a state was saved or restored.
+
+    Args:
+        at: how many calls were recorded before.
+        device: kind of the device of the generator.
+        mark: number of the state.
+        is_back: whether it was restored.
+    """
+
+    at: int
+    device: str
+    mark: int
+    is_back: bool
 
 
 @dataclass(eq=False)
@@ -271,16 +300,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         else:
             self._numbers[id(tensor)] = number
             self._watches.append(tensor)
-        self.recording.layouts.append(
-            Layout(
-                tuple(map(int, tensor.shape)),
-                tuple(map(int, tensor.stride())),
-                int(tensor.storage_offset()),
-                tensor.dtype,
-                tensor.device,
-                self._storage(tensor, born=born),
-            )
-        )
+        self.recording.layouts.append(Layout.of(tensor, self._storage(tensor, born=born)))
         return number
 
     def _storage(self, tensor: torch.Tensor, *, born: bool) -> int:
@@ -310,7 +330,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         if func is aten.native_batch_norm_backward.default and args[7]:
             args = (*args[:3], None, None, *args[5:])  # moving statistics, not read in training
         if self._late:
-            self.write_late([t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+            self.write_late(tensors_in((args, kwargs)))
         if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
             return self._normalized(types, args)
         if func is aten.rrelu_with_noise.default:  # writes its draws, and returns another tensor
@@ -324,7 +344,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             raise UnsupportedModelError(
                 "The step asks in Python whether two tensors are equal. Use keras.ops.where."
             )
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         known = self.constants.folded(func, args, kwargs, tensors)
         if known.is_new:
             if not isinstance(known.value, torch.Tensor):
@@ -397,8 +417,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         given = tree_map_only(torch.Generator, self._generator, given)
         writes: tuple[int, ...] = ()
         if func._schema.is_mutable:
-            written = private.written_arguments(func, args, kwargs)
-            tensors = [t for t in tree_leaves(written) if isinstance(t, torch.Tensor)]
+            tensors = tensors_in(private.written_arguments(func, args, kwargs))
             writes = tuple(map(self.number, tensors))
             self.constants.forget(tensors)
         call_at, outputs = len(self.recording.calls), list[int | None]()

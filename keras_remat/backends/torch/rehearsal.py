@@ -8,13 +8,13 @@ from a counter, or from whether it is the first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from keras_remat.backends.torch.held import Key, settings_held, tensors_left_in
+from keras_remat.backends.torch.held import Settings, tensors_left_in
 from keras_remat.backends.torch.recorder import (
     Call,
     Generator,
@@ -22,7 +22,6 @@ from keras_remat.backends.torch.recorder import (
     Recording,
     Ref,
     Scalar,
-    is_leaf,
     storages_that_vary,
 )
 from keras_remat.errors import UnsupportedModelError
@@ -44,7 +43,7 @@ def check_next_step(
     recorder: Recorder,
     model: Any,
     stand_ins: Sequence[torch.Tensor],
-    settings: Mapping[Key, Any],
+    settings: Settings,
     step: Callable[[], Any],
 ) -> None:
     """Goes through a step once more if that may be another one.
@@ -52,7 +51,7 @@ def check_next_step(
     Args:
         recorder: the active recorder, which has recorded the step.
         stand_ins: stand-ins of the tensors that the model holds.
-        settings: result of :func:`~.held.settings_held` before the step.
+        settings: what Python held before the step.
         step: the step.
 
     Raises:
@@ -65,8 +64,7 @@ def check_next_step(
         for name, tensor in tensors_left_in(model, stand_ins)
         if recording.layouts[recorder.number(tensor)].storage in vary
     ]
-    now = settings_held(model)
-    changed = [key[1] for key, value in now.items() if settings.get(key, value) != value]
+    changed = settings.changed()
     if not (left or changed):
         return
     first = len(recording.calls)
@@ -118,5 +116,5 @@ def _described(recording: Recording, call: Call) -> tuple[Any, ...]:
             return text
         return "a generator" if isinstance(leaf, Generator) else repr(leaf)
 
-    leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)
+    leaves = tree_leaves((call.args, call.kwargs))
     return (call.operator, *map(described, leaves))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from keras_remat.backends.slice_modes import MEAN, SAME, SUM, Mode
 from keras_remat.backends.torch.program import PURE, WRITE, Node, Program
-from keras_remat.backends.torch.recorder import Call, Generator, Ref, Scalar, is_leaf
+from keras_remat.backends.torch.recorder import Call, Generator, Ref, Scalar
 from keras_remat.backends.torch.slice_rules import Operands, Way, ways_of
 from keras_remat.core.graph import UPDATE, Graph
 from keras_remat.core.slices import SliceRule
@@ -169,18 +169,13 @@ class Analysis:
 
     def _give(self, node: Node, way: Way) -> None:
         assert node.call is not None
-        for number, mode in self.read_modes(node.call, way):
-            value = node.reads.get(number)
+        read = ((n, node.reads.get(n), mode) for n, mode in self.read_modes(node.call, way))
+        for number, value, mode in (*read, *self.made_modes(node, way)):
             if value is None or not isinstance(mode, int) or value in self._program.sources:
                 continue
             found = self.seen(number, value, mode)
             if found is not None and found.axis is not None:
                 self._axes.setdefault(self._program.base(value), found.axis)
-        for number, value, mode in self.made_modes(node, way):
-            if isinstance(mode, int):
-                found = self.seen(number, value, mode)
-                if found is not None and found.axis is not None:
-                    self._axes.setdefault(self._program.base(value), found.axis)
 
     def read_modes(self, call: Call, way: Way) -> Iterator[tuple[int, Mode]]:
         """Yields the number of each tensor that a call is given, and how a part reads it."""
@@ -272,5 +267,5 @@ class Analysis:
 
 def _asks_when_it_runs(call: Call) -> bool:
     """Returns whether a call is given a generator, or a number that is read from a tensor."""
-    leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)
+    leaves = tree_leaves((call.args, call.kwargs))
     return any(isinstance(leaf, (Generator, Scalar)) for leaf in leaves)

@@ -235,9 +235,9 @@ def _embedding_gradient(op: Operands) -> Ways:
 
 
 def _index_selection(op: Operands) -> Ways:
-    dim = op.arguments["dim"] % len(op.result)
+    dims = op.dims("dim", len(op.result))
     for axis in op.axes:
-        yield Way((axis,), {"index": 0} if axis == dim else {"self": axis})
+        yield Way((axis,), {"index": 0} if axis in dims else {"self": axis})
 
 
 def _negative_log_likelihood(op: Operands) -> Ways:

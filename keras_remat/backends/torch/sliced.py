@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from keras_remat.backends import interrupts
 from keras_remat.backends.base import Whole
@@ -141,10 +142,11 @@ class _Writer:
         key = operator, given, tuple(named.items())
         if key not in self._made:
             with interrupts.put_off(), self._fake_mode:
-                made = operator(*map(_fake, given), **{k: _fake(v) for k, v in named.items()})
+                fakes, by_name = tree_map_only(Layout, Layout.tensor, (given, named))
+                made = operator(*fakes, **by_name)
             results = made if isinstance(made, (list, tuple)) else (made,)
             self._made[key] = tuple(
-                _layout(one) if isinstance(one, torch.Tensor) else None for one in results
+                Layout.of(one, 0) if isinstance(one, torch.Tensor) else None for one in results
             )
         return self._made[key]
 
@@ -365,20 +367,6 @@ class _Writer:
         (read,) = (self._bases[v] for v in op.inputs)
         call = self._call(aten.div.Scalar, (Ref(read), self._parts))
         return self._pure(op, self._old.base(value), call, read)
-
-
-def _fake(argument: Any) -> Any:
-    """Returns an argument with tensors without memory in the place of its layouts."""
-    if isinstance(argument, Layout):
-        return torch.empty_strided(
-            argument.shape, argument.stride, dtype=argument.dtype, device=argument.device
-        )
-    return [_fake(one) for one in argument] if isinstance(argument, tuple) else argument
-
-
-def _layout(tensor: torch.Tensor) -> Layout:
-    shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-    return Layout(shape, stride, int(tensor.storage_offset()), tensor.dtype, tensor.device, 0)
 
 
 def _lie_alike(one: Layout, other: Layout) -> bool:

@@ -30,20 +30,15 @@ import torch
 
 from keras_remat.backends import interrupts, keras_private
 from keras_remat.backends.base import TracedStep
-from keras_remat.backends.batches import check_dense, leaves_of
+from keras_remat.backends.batches import check_dense, leaves_of, map_arrays
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.torch import convolutions, generator_states, in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
-from keras_remat.backends.torch.held import attributes_kept, optimizers_of, settings_held
-from keras_remat.backends.torch.program import Node, Program
-from keras_remat.backends.torch.recorder import (
-    Recorder,
-    Recording,
-    Ref,
-    Scalar,
-)
+from keras_remat.backends.torch.held import Settings, attributes_kept, optimizers_of
+from keras_remat.backends.torch.program import Program
+from keras_remat.backends.torch.recorder import Recorder, Recording, Ref, numbers_in
 from keras_remat.backends.torch.rehearsal import check_next_step
 from keras_remat.backends.torch.variables import (
     Places,
@@ -160,11 +155,7 @@ def _runs_in_several_processes() -> bool:
 
 def as_tensors(batch: Any) -> Any:
     """Returns a batch with its arrays as tensors that share their memory; ``None`` stays."""
-
-    def tensor(leaf: Any) -> Any:
-        return leaf if leaf is None or isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
-
-    return keras.tree.map_structure(tensor, batch)
+    return map_arrays(torch.as_tensor, batch)
 
 
 @interrupts.put_off()
@@ -193,7 +184,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
     recorder = Recorder(seeds)
     with recorder.fake_mode:
         stand_ins = [_stand_in(place.tensor) for place in places.own]
-        data = keras.tree.map_structure(lambda leaf: _batch_stand_in(leaf, device), batch)
+        data = map_arrays(_batch_stand_in, batch)
     step = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
     with (
         training_mode(model),
@@ -205,16 +196,12 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
     ):
         logs = _recorded(model, recorder, seeds, places, stand_ins, data, step)
     _check_updates(recorder.recording, stand_ins)
-    results = [leaf.number for leaf in keras.tree.flatten(logs) if isinstance(leaf, Ref)]
-    for leaf in keras.tree.flatten(logs):
-        if isinstance(leaf, Scalar):
-            results += [number for _, number in leaf.symbols]
-    program = Program(recorder.recording, dict.fromkeys(results), device)
+    results = dict.fromkeys(numbers_in(keras.tree.flatten(logs)))
+    program = Program(recorder.recording, results, device)
     graph = program.graph(lambda node: in_place.reusable(program, node))
-    handles: dict[int, Node] = {node.id: node for node in program.nodes}
     return TorchTracedStep(
         graph,
-        handles,
+        {node.id: node for node in program.nodes},
         program=program,
         model=model,
         places=places,
@@ -230,13 +217,11 @@ def shapes_of_batch(traced: TorchTracedStep) -> Any:
     """Returns tensors without content that a step can be traced with again, in the place of its
     batch."""
 
-    def like(leaf: Any) -> Any:
-        if leaf is None:
-            return None
+    def like(leaf: torch.Tensor) -> torch.Tensor:
         where = "meta" if leaf.device.type == "cpu" else leaf.device
         return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=where)
 
-    return keras.tree.map_structure(like, traced.data)
+    return map_arrays(like, traced.data)
 
 
 def _of_other_kernels(model: Any, device: torch.device) -> Iterator[str]:
@@ -273,10 +258,8 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _batch_stand_in(leaf: Any, device: torch.device) -> Any:
+def _batch_stand_in(leaf: torch.Tensor) -> torch.Tensor:
     """Returns a tensor without memory like one of a batch; ``fit`` gives tensors of the host."""
-    if leaf is None:
-        return None
     where = torch.device("cpu") if leaf.device.type == "meta" else leaf.device
     return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=where)
 
@@ -310,7 +293,7 @@ def _recorded(
         recorder.fake_mode,
         recorder,
     ):
-        settings, memory = settings_held(model), list(map(private.storage_key, stand_ins))
+        settings, memory = Settings(model), list(map(private.storage_key, stand_ins))
         logs = keras.tree.map_structure(numbered, step(data))
         with torch.no_grad():
             recorder.write_late()

@@ -35,21 +35,9 @@ class Place:
     name: str | None = None
 
     @property
-    def tensor(self) -> torch.Tensor:
-        """Returns the tensor that is there now."""
-        if self.name is not None:
-            found: torch.Tensor = self.owner[self.name]
-            return found
-        value = private.value_of(self.owner)
-        if value is None:
-            raise UnsupportedModelError(
-                f"The variable {self.owner.path} has no value. Build the model before fit."
-            )
-        return value
-
-    @property
-    def now(self) -> Any:
-        """Returns the object that is there now, tensor or not."""
+    def tensor(self) -> Any:
+        """Returns the tensor that is there now. While a step is recorded, it may put something else
+        there, or nothing."""
         if self.name is None:
             return private.value_of(self.owner)
         return self.owner.get(self.name)
@@ -95,13 +83,13 @@ class Places:
                 )
         known = set(map(id, stand_ins))
         for place in self.twins:
-            if id(place.now) not in known:
+            if id(place.tensor) not in known:
                 raise UnsupportedModelError(
                     f"The step puts another tensor in the place of the parameter {place.name!r}, "
                     "which is a variable of Keras's, too. Write into it instead, by copy_."
                 )
         for place, stand_in in zip(self.own, stand_ins, strict=True):
-            new = place.now
+            new = place.tensor
             if new is stand_in:
                 continue
             if getattr(new, "shape", None) != stand_in.shape or new.dtype != stand_in.dtype:
@@ -189,8 +177,13 @@ def drop_gradients(places: Iterable[Place]) -> None:
 
 def gradient_bytes(places: Iterable[Place], device: torch.device) -> int:
     """Returns the bytes on a device of the gradients that an earlier step has left on weights."""
+    return _storage_bytes(_gradients(places), device)
+
+
+def _gradients(places: Iterable[Place]) -> list[torch.Tensor]:
+    """Returns the gradients that an earlier step has left on weights."""
     left = (place.tensor.grad for place in places if place.tensor.is_leaf)
-    return _storage_bytes(left, device)
+    return [gradient for gradient in left if gradient is not None]
 
 
 def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, int]], list[Any]]:
@@ -199,10 +192,8 @@ def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, i
     have to be kept meanwhile."""
     freed: list[tuple[int, int]] = []
     watches = []
-    for place in places_of(model).own:
-        gradient = place.tensor.grad if place.tensor.is_leaf else None
-        parts = [] if gradient is None else private.parts_of(gradient)
-        for part in parts:
+    for gradient in _gradients(places_of(model).own):
+        for part in private.parts_of(gradient):
             if part.device.type != device.type:
                 continue
             storage = part.untyped_storage()
@@ -218,15 +209,15 @@ def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, i
 def held_bytes(model: Any, device: torch.device) -> int:
     """Returns the bytes on a device of all tensors that outlive a step of a model, and of the
     gradients left on its weights. Shared memory counts once."""
-    own = [place.tensor for place in places_of(model).own]
-    return _storage_bytes([*own, *(one.grad for one in own if one.is_leaf)], device)
+    own = places_of(model).own
+    return _storage_bytes([*(place.tensor for place in own), *_gradients(own)], device)
 
 
-def _storage_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
+def _storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Returns the bytes of tensors on a device; shared memory counts once."""
     storages = {}
     for tensor in tensors:
-        if tensor is not None and tensor.device.type == device.type:
+        if tensor.device.type == device.type:
             for part in private.parts_of(tensor):
                 storages[private.storage_key(part)] = int(part.untyped_storage().nbytes())
     return sum(storages.values())

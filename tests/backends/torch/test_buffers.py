@@ -39,7 +39,7 @@ class Module(nn.Module):
         self.normalized = nn.BatchNorm1d(8)
         self.of_series = nn.InstanceNorm1d(2, track_running_stats=True)
         self.last = None
-        self.steps, self.has_begun, self.helper = 0, False, Helper()
+        self.steps, self.has_begun, self.helper, self.gain = 0, False, Helper(), 2.0
 
     def forward(self, x):
         return self.use(self, torch.relu(self.inner(x)))
@@ -99,6 +99,12 @@ def begins(module, x):
             module.mean.copy_(x.mean(0))
         module.has_begun = True
     return x - module.mean
+
+
+def gains_once(module, x):
+    result = x if module.gain is None else module.gain * x
+    module.gain = None
+    return result
 
 
 def reads_what_a_helper_was_left(module, x):
@@ -190,6 +196,7 @@ def test_a_normalization_may_run_again():
         (reads_what_a_helper_was_left, r"left in Helper\.center.*line .*x - module\.helper"),
         (counts, r"follows from Module\.steps, which it changes in Python"),
         (begins, r"follows from Module\.has_begun, which"),
+        (gains_once, r"follows from Module\.gain, which"),
         (assigns_data, r"assigns to the \.data of 'mean'"),
         (grows, r"a tensor of shape \(16,\).*in the place of the buffer 'mean'.*shape \(8,\)"),
         (looks_up, r"layout torch\.sparse_coo.*sparse=True"),
@@ -200,7 +207,7 @@ def test_what_no_plan_can_carry_over_to_the_next_step_is_refused(use, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
         load_backend().trace(model, data)
     module = model.layers[1].module
-    assert (module.steps, module.has_begun) == (0, False)
+    assert (module.steps, module.has_begun, module.gain) == (0, False, 2.0)
     assert torch.equal(module.helper.center, torch.zeros(8))
 
 

@@ -111,6 +111,21 @@ def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums(name):
             np.testing.assert_allclose(mine, other, rtol=0, atol=bound)
 
 
+def test_operators_along_the_axes_of_a_single_number_stay_whole():
+    """PyTorch lets a number be sorted, or summed, along its first axis."""
+
+    def scaled(x):
+        if x.device.type == "meta":
+            return x
+        total = x.detach().sum()
+        return x * torch.softmax(total, 0) * torch.cumsum(total, 0) * torch.sum(total, 0)
+
+    model, batch = kinds.of(scaled)()
+    step = traced(model, batch)
+    sliced = sliced_along_batch(step, len(batch[0]))
+    assert len(sliced.whole.sliced.slicing.ops) > 5
+
+
 def test_slices_take_the_bytes_that_are_simulated():
     """A quarter of the logits at a time; nothing is held behind the graph's back."""
     model, batch = head()
