@@ -7,15 +7,16 @@ peak inside every op shows it, in a step of its own.
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_right
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import pairwise, starmap
 from statistics import median
 from typing import Any
 
 import torch
 from torch.utils import flop_counter
+from torch.utils._pytree import tree_map_only
 
 from keras_remat.backends.torch import convolutions, private
 from keras_remat.backends.torch.device import CpuDevice, CudaDevice
@@ -74,26 +75,12 @@ def _flops(traced: TorchTracedStep, node: Node) -> float:
     count = flop_counter.flop_registry.get(node.call.operator.overloadpacket)
     if count is None:
         return 0.0
-    layouts, call = traced.program.layouts, node.call
-
-    def on_meta(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            layout = layouts[argument.number]
-            return torch.empty_strided(
-                layout.shape, layout.stride, dtype=layout.dtype, device="meta"
-            )
-        if isinstance(argument, (list, tuple)):
-            return [on_meta(one) for one in argument]
-        return argument
-
-    args, kwargs = on_meta(call.args), {k: on_meta(v) for k, v in call.kwargs.items()}
-    made = [on_meta(Ref(n)) for n in call.outputs if n is not None]
-    result = (
-        made[0]
-        if len(call.outputs) == 1
-        else tuple(None if n is None else on_meta(Ref(n)) for n in call.outputs)
+    layouts, call, meta = traced.program.layouts, node.call, torch.device("meta")
+    args, kwargs = tree_map_only(
+        Ref, lambda ref: layouts[ref.number].tensor(meta), (call.args, call.kwargs)
     )
-    return float(count(*args, **kwargs, out_val=result))
+    made = tuple(None if n is None else layouts[n].tensor(meta) for n in call.outputs)
+    return float(count(*args, **kwargs, out_val=made[0] if len(made) == 1 else made))
 
 
 class Recorder:
@@ -108,14 +95,14 @@ class Recorder:
 
     def __init__(self, device: CpuDevice | CudaDevice):
         self._device = device
-        self._steps: list[list[tuple[int, Any]]] = []  # of every step: position, start
-        self._peaks: list[int] = []  # of a GPU's first step: the most bytes before every op
+        self._steps: list[list[Any]] = []  # of every step: when each op began
+        self._bytes: list[tuple[int, int]] = []  # of a GPU's first step: see _event
 
     def start(self) -> bool:
         """Starts; returns ``False`` while another profiler session is under way."""
         if private.profiler_runs():
             return False
-        self._steps, self._peaks = [], []
+        self._steps, self._bytes = [], []
         if isinstance(self._device, CpuDevice):
             self._device.recorded = []
             self._device.probe = self._clock
@@ -136,12 +123,12 @@ class Recorder:
         traced = lowered.traced
         estimated = estimated_profile(traced, resident_bytes)
         if isinstance(self._device, CpuDevice):
-            spans = [_cpu_spans(step) for step in steps]
+            spans = [_spans(step, lambda a, b: _NS * (b - a)) for step in steps]
             scratch = self._cpu_scratch(lowered)
         else:
             torch.cuda.synchronize()
             timed = steps[1:] or steps
-            spans = [_cuda_spans(step) for step in timed]
+            spans = [_spans(step, lambda a, b: 1e-3 * a.elapsed_time(b)) for step in timed]
             scratch = self._cuda_scratch(lowered)
         times = list(estimated.op_time_s)
         seen: dict[int, list[float]] = {}
@@ -149,8 +136,6 @@ class Recorder:
             seen.setdefault(op_id, []).extend(step[position] for step in spans)
         for op_id, measured in seen.items():
             times[op_id] = max(0.0, median(measured))
-        if not math.fsum(times) > 0:
-            return None
         return Profile(
             tuple(times),
             tuple(scratch),
@@ -165,7 +150,7 @@ class Recorder:
     def _clock(self, position: int) -> None:
         if position == 0:
             self._steps.append([])
-        self._steps[-1].append((position, time.time_ns()))
+        self._steps[-1].append(time.time_ns())
 
     def _cpu_scratch(self, lowered: LoweredStep) -> list[int]:
         """Returns the most bytes that every op allocated in one step beyond its outputs."""
@@ -173,7 +158,7 @@ class Recorder:
         scratch = [0] * len(lowered.traced.graph.ops)
         for step, events in zip(self._steps, self._device.recorded, strict=False):
             if len(step) == len(lowered.schedule.order):
-                for op_id, nbytes in _scratch(lowered, [at for _, at in step], events):
+                for op_id, nbytes in _scratch(lowered, step, events):
                     scratch[op_id] = max(scratch[op_id], nbytes)
         self._device.recorded = []
         return scratch
@@ -181,42 +166,31 @@ class Recorder:
     # ---------------------------------------------------------------- a GPU
 
     def _event(self, position: int) -> None:
+        """Notes the time; in the first step also the peak of the op before, and the bytes in use.
+        That takes longer than many an op, so the first step's times count if there is no other."""
         if position == 0:
             self._steps.append([])
-        if len(self._steps) == 1:  # memory only: asking for it takes longer than many an op
-            self._peaks.append(private.cuda_peak_bytes())
-            self._steps[-1].append((position, private.cuda_in_use_bytes()))
-            return
+        if len(self._steps) == 1:
+            self._bytes.append((private.cuda_peak_bytes(), private.cuda_in_use_bytes()))
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._steps[-1].append((position, event))
+        self._steps[-1].append(event)
 
     def _cuda_scratch(self, lowered: LoweredStep) -> list[int]:
         """Returns the most bytes that the allocator handed out inside every op beyond its
         outputs."""
         scratch, graph = [0] * len(lowered.traced.graph.ops), lowered.traced.graph
-        before = [nbytes for _, nbytes in self._steps[0]]
-        order = lowered.schedule.order
-        for position, peak in enumerate(self._peaks[1 : len(order)]):  # of the op before
-            op = graph.ops[order[position]]
-            own = sum(graph.values[v].nbytes for v in op.outputs)
-            more = peak - before[position] - own
-            scratch[op.id] = max(scratch[op.id], more, 0)
+        # the last op's peak is not known
+        for op_id, noted in zip(lowered.schedule.order, pairwise(self._bytes), strict=False):
+            (_, before), (peak, _) = noted
+            own = sum(graph.values[v].nbytes for v in graph.ops[op_id].outputs)
+            scratch[op_id] = max(scratch[op_id], peak - before - own)
         return scratch
 
 
-def _cpu_spans(step: list[tuple[int, int]]) -> list[float]:
+def _spans(step: list[Any], between_s: Callable[[Any, Any], float]) -> list[float]:
     """Returns the seconds between the beginnings of ops; the last op gets a fixed time."""
-    began = [at for _, at in step]
-    return [_NS * (b - a) for a, b in pairwise(began)] + [_OVERHEAD_S]
-
-
-def _cuda_spans(step: list[tuple[int, Any]]) -> list[float]:
-    """Returns the seconds between the events before ops; the last op gets a fixed time."""
-    events = [event for _, event in step]
-    if not events or not isinstance(events[0], torch.cuda.Event):
-        return [_OVERHEAD_S] * len(step)
-    return [1e-3 * a.elapsed_time(b) for a, b in pairwise(events)] + [_OVERHEAD_S]
+    return [*starmap(between_s, pairwise(step)), _OVERHEAD_S]
 
 
 def _scratch(
