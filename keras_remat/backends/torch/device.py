@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -68,8 +69,7 @@ class Device:
 
     has_statistics = True
 
-    def __init__(self) -> None:
-        self.probe: Callable[[int], None] | None = None
+    probe: Callable[[int], None] | None = None
 
     @property
     def is_recording(self) -> bool:
@@ -79,6 +79,9 @@ class Device:
     def trains(self, model: Any) -> None:
         """Notes the model that trains on it."""
 
+    def note_batch(self, batch: Any) -> None:
+        """Notes a batch that is in memory before a step trains it."""
+
     def expect(self, step: Any, added_bytes: int) -> None:
         """Notes how many bytes a step is predicted to add to those in use."""
 
@@ -86,7 +89,7 @@ class Device:
         """Runs ``call(batch)``, notes what the call takes, and returns its result.
 
         Args:
-            step: the step that is called.
+            step: the planned step that is called, or a key of Keras's own step for these shapes.
         """
         return call(batch)
 
@@ -101,11 +104,12 @@ class CpuDevice(Device):
     name = "CPU:0"
 
     def __init__(self) -> None:
-        super().__init__()
         self._model: weakref.ref[Any] | None = None
         self._batch_bytes = 0
-        self._added: dict[Any, tuple[int, int]] = {}  # step → what its newest call added, calls
-        self._expected: dict[Any, int] = {}
+        # what the newest call of a step added, and how many calls were watched: of Keras's own step
+        # by the shapes of its batch, and of a plan's by the step, as long as somebody holds it
+        self._added_plainly: dict[Any, tuple[int, int]] = {}
+        self._added: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._peak_bytes, self._aside_s = 0, 0.0
         self._is_waited_for, self._was_watched = True, False
         #: Memory events of each step that ran while op times were recorded.
@@ -115,11 +119,12 @@ class CpuDevice(Device):
         self._model = weakref.ref(model)
 
     def expect(self, step: Any, added_bytes: int) -> None:
-        self._expected[step] = added_bytes
+        self._added[step] = added_bytes, 0
 
     def run(self, step: Any, batch: Any, call: Callable[[Any], Result]) -> Result:
         self._batch_bytes = batch_bytes(batch)
-        added, calls = self._added.get(step, (self._expected.get(step, 0), 0))
+        known = self._added_plainly if isinstance(step, tuple) else self._added
+        added, calls = known.get(step, (0, 0))
         is_watched = self._is_waited_for and (calls < _WATCHED_CALLS or self.is_recording)
         if not is_watched or private.profiler_runs():
             if self._is_waited_for:
@@ -141,7 +146,7 @@ class CpuDevice(Device):
             del watches
             events = sorted([*events, *freed])
             added = max(accumulate((nbytes for _, nbytes in events), initial=0))
-            self._added[step] = added, calls + 1
+            known[step] = added, calls + 1
             self._peak_bytes = max(self._peak_bytes, before + added)
             self._aside_s += time.perf_counter() - ended
             if self.is_recording:
@@ -173,7 +178,6 @@ class CpuDevice(Device):
         return held + self._batch_bytes
 
     def note_batch(self, batch: Any) -> None:
-        """Counts a batch as in use before a step trains it."""
         self._batch_bytes = batch_bytes(batch)
 
     def peak_bytes(self) -> int:
@@ -188,7 +192,7 @@ class CpuDevice(Device):
 
     def watched_peak_bytes(self) -> int:
         """Returns the peak of Keras's own steps, by the most that one of them adds."""
-        added = [one for step, (one, _) in self._added.items() if isinstance(step, tuple)]
+        added = (nbytes for nbytes, _ in self._added_plainly.values())
         return self.in_use_bytes() + max(added, default=0)
 
     def phase_peak_bytes(self) -> int:
@@ -208,7 +212,6 @@ class CudaDevice(Device):
     """
 
     def __init__(self, index: int):
-        super().__init__()
         self._index = index
         self.name = f"cuda:{index}"
         self._has_workspaces = False
@@ -234,9 +237,6 @@ class CudaDevice(Device):
             torch.cuda.synchronize(self._index)
         elapsed_s = time.perf_counter() - started if wait else 0.0
         return result, Usage(elapsed_s, self.peak_bytes())
-
-    def note_batch(self, batch: Any) -> None:
-        """Does nothing: ``fit`` gives tensors of the host."""
 
     def in_use_bytes(self) -> int:
         """Returns the bytes that the allocator has handed out."""

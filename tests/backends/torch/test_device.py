@@ -66,12 +66,13 @@ def test_memory_events_are_every_allocation_in_order(capfd):
 
 
 def test_a_profiler_of_the_users_own_is_left_alone():
+    def step(batch):
+        return batch + 1
+
     device = CpuDevice()
-    device.expect("step", 5 * MIB)
+    device.expect(step, 5 * MIB)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        _, usage = device.measure(
-            lambda: device.run("step", torch.ones(4), lambda batch: batch + 1)
-        )
+        _, usage = device.measure(lambda: device.run(step, torch.ones(4), step))
         assert private.profiler_runs()
     assert usage.peak_bytes == 5 * MIB + 16, "what is predicted, and the batch"
     assert profiler.events() is not None
@@ -86,7 +87,7 @@ def test_a_peak_counts_kernels_scratch_and_gradients_that_are_left():
     device.trains(model)
 
     def step(given):
-        return device.run("plain", given, lambda b: model.train_function([b]))
+        return device.run(("plain",), given, lambda b: model.train_function([b]))
 
     before = device.in_use_bytes()
     peaks = [device.measure(lambda: step(data))[1].peak_bytes for _ in range(4)]
@@ -171,6 +172,20 @@ def test_a_planned_step_takes_the_same_after_a_plain_one_and_its_copy_nothing():
     put_back()
     for weight, value in zip(model.weights, before, strict=True):
         np.testing.assert_array_equal(weight.numpy(), value)
+
+
+def test_a_planned_step_goes_when_nobody_holds_it_any_more():
+    """It was kept, with its recording, and recorded anew whenever a callback set a number."""
+    model, batch = models.CASES["sgd"]()
+    on = load_backend()
+    data = on.example_batch(model, batch)
+    traced = on.trace(model, data)
+    problem = keras_remat.Problem(traced.graph, on.estimated_profile(traced))
+    planned = on.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+    planned(data)
+    assert on.record_anew() is False
+    del planned
+    assert on.record_anew() is None
 
 
 class Card:
