@@ -239,8 +239,8 @@ def _check_values(name: str, values: Any, predicted: Any) -> None:
 
 
 def micro_batches_of(batch: Any, count: int) -> Iterator[tuple[Any, int, float]]:
-    """Returns ``count`` micro-batches of similar size, each with its number of samples and its
-    share of the batch.
+    """Returns ``count`` micro-batches of similar size, but none without samples, each with its
+    number of samples and its share of the batch.
 
     Raises:
         UnsupportedModelError: an array's first dimension is not the batch size.
@@ -251,5 +251,6 @@ def micro_batches_of(batch: Any, count: int) -> Iterator[tuple[Any, int, float]]
             f"The batch cannot be split into micro-batches: an array of shape {uneven} does not "
             f"have its {samples} samples."
         )
+    count = min(count, samples)
     bounds = pairwise(samples * i // count for i in range(count + 1))
     return ((sliced(batch, slice(a, b)), b - a, (b - a) / samples) for a, b in bounds)

@@ -26,10 +26,10 @@ def stepped(model, batch, count):
     return weights, {key: float(value) for key, value in logs.items()}
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_weights_and_metrics_are_those_of_the_whole_batch(count):
-    whole, logs = stepped(regression(), weighted_samples(47), 1)
-    cut, logs_of_pieces = stepped(regression(), weighted_samples(47), count)
+@pytest.mark.parametrize(("samples", "count"), [(47, 2), (47, 5), (3, 5)])
+def test_weights_and_metrics_are_those_of_the_whole_batch(samples, count):
+    whole, logs = stepped(regression(), weighted_samples(samples), 1)
+    cut, logs_of_pieces = stepped(regression(), weighted_samples(samples), count)
     for mine, theirs in zip(cut, whole, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
     assert logs_of_pieces == pytest.approx(logs, rel=1e-5)
