@@ -10,25 +10,25 @@ O(len(order) + reads). No solver reports its own peak: it is always this functio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from keras_remat.core.graph import reused_bytes
+from keras_remat.core.graph import Graph, reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
 
 
-def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
+def last_reads(graph: Graph, order: Sequence[int]) -> list[dict[int, int]]:
     """Returns for every position the values computed there, each with its last position alive.
 
     An instance of a graph output that is not computed again lives to ``len(order) - 1``.
     """
-    graph = problem.graph
     born: list[dict[int, int]] = []
     newest: dict[int, int] = {}
-    for k, op_id in enumerate(schedule.order):
+    for k, op_id in enumerate(order):
         op = graph.ops[op_id]
         for value_id in op.inputs:
             if value_id in newest:
@@ -38,7 +38,7 @@ def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
             newest[value_id] = k
     for value_id in graph.outputs:
         if value_id in newest:
-            born[newest[value_id]][value_id] = len(schedule.order) - 1
+            born[newest[value_id]][value_id] = len(order) - 1
     return born
 
 
@@ -71,7 +71,7 @@ def _live(problem: Problem, schedule: Schedule, below_bytes: int | None = None) 
     """Returns :func:`live_bytes` as Python integers, which cannot overflow."""
     graph, values = problem.graph, problem.graph.values
     nbytes = [v.nbytes if below_bytes is None or v.nbytes < below_bytes else 0 for v in values]
-    born = last_reads(problem, schedule)
+    born = last_reads(graph, schedule.order)
     n = len(schedule.order)
     dying: list[set[int]] = [set() for _ in range(n)]
     kept = set(graph.outputs)

@@ -139,7 +139,7 @@ class Curve:
 
     @cached_property
     def _last_reads(self) -> list[dict[int, int]]:
-        return last_reads(self.problem, self.schedule)
+        return last_reads(self.problem.graph, self.schedule.order)
 
     def holders(self, position: int) -> dict[str, int]:
         """Returns layer → bytes that it holds at a position, most first.
@@ -238,7 +238,7 @@ def intervals(curve: Curve, most: int | None = None) -> list[Interval]:
     """
     values = curve.problem.graph.values
     stays: dict[int, list[Interval]] = {}
-    for begin, instances in enumerate(last_reads(curve.problem, curve.schedule)):
+    for begin, instances in enumerate(last_reads(curve.problem.graph, curve.schedule.order)):
         for value_id, end in instances.items():
             before = stays.setdefault(value_id, [])
             before.append(Interval(value_id, begin, end, bool(before)))

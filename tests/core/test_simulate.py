@@ -40,7 +40,14 @@ def test_the_chain_example():
 
 
 def test_last_reads_of_each_instance():
-    assert last_reads(CHAIN, RECOMPUTE_A) == [{0: 1}, {1: 2}, {2: 3}, {3: 5}, {0: 5}, {4: 5}]
+    assert last_reads(CHAIN.graph, RECOMPUTE_A.order) == [
+        {0: 1},
+        {1: 2},
+        {2: 3},
+        {3: 5},
+        {0: 5},
+        {4: 5},
+    ]
 
 
 def test_workspace_and_resident_bytes():

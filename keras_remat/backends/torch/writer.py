@@ -31,6 +31,7 @@ from keras_remat.backends.torch.program import (
 )
 from keras_remat.backends.torch.recorder import Call, Generator, Ref, Scalar
 from keras_remat.core.graph import Graph
+from keras_remat.core.simulate import last_reads
 
 Given = dict[int, str]
 
@@ -78,22 +79,12 @@ class Writer:
         return "def step(given):\n  " + "\n  ".join([*(head if given else []), *self._lines]) + "\n"
 
     def _ends(self) -> list[list[int]]:
-        """Returns, for every position, the values whose newest instance is read last there."""
-        newest: dict[int, int] = {}
-        end: dict[tuple[int, int], int] = {}
-        for position, op_id in enumerate(self._order):
-            node = self._program.nodes[op_id]
-            for value in node.inputs:
-                if value in newest:
-                    end[value, newest[value]] = position
-            for value in node.values:
-                newest[value] = position
-                end[value, position] = position
-        kept = {(v, newest[v]) for v in self._program.results.values() if v in newest}
+        """Returns, for every position, the values that are not needed any more after it."""
         dying: list[list[int]] = [[] for _ in self._order]
-        for (value, born), position in end.items():
-            if (value, born) not in kept:
-                dying[position].append(value)
+        for instances in last_reads(self._graph, self._order):
+            for value, position in instances.items():
+                if position < len(dying) - 1 or value not in self._graph.outputs:
+                    dying[position].append(value)
         return dying
 
     # ---------------------------------------------------------------- one op
@@ -104,41 +95,39 @@ class Writer:
         guard = self._guard(node)
         if node.state is not None:
             self._lines.append(f"{guard}{self._state_function('set', node)}(v{node.state[0]})")
-        extra: list[str] = []
         if node.kind == GET_STATE:
             self._lines.append(f"v{node.values[0]} = {self._state_function('get', node)}()")
         elif node.kind == SET_STATE:
             self._lines.append(f"{self._state_function('set', node)}(v{node.inputs[0]})")
         elif node.kind == WRITE:
-            extra = self._write_temporaries(node, guard, set(self._dying[position]))
+            self._write_temporaries(node, guard, set(self._dying[position]))
         elif node.kind == PURE:
             self._return(node, guard, set(self._dying[position]))
         elif node.kind == EFFECT and node.call is not None:
-            self._lines.append(guard + self._call(node.call, node.reads, guard))
+            self._lines.append(guard + self._call(node.call, node.reads))
         if node.state is not None:
             self._lines.append(f"{guard}v{node.state[1]} = {self._state_function('get', node)}()")
             if guard:  # nothing was drawn
                 unless = guard.replace("if ", "if not (", 1).replace(": ", "): ", 1)
                 self._lines.append(f"{unless}v{node.state[1]} = v{node.state[0]}")
-        for value in node.values:
-            self._views[value] = {}
-        self._end(position, guard, extra)
+        self._end(position)
 
-    def _end(self, position: int, guard: str, extra: list[str]) -> None:
+    def _end(self, position: int) -> None:
         """Writes the lines that delete what dies after an op."""
-        if extra and guard:
-            self._lines.append(f"{guard}{' = '.join(extra)} = None")
-            extra = []
-        drop = list(extra)
+        drop: list[str] = []
         for value in self._dying[position]:
             names = [f"v{value}", *self._views.pop(value, {}).values()]
-            producer = self._program.stored[value].producer
-            if producer is not None and self._program.nodes[producer].predicate:
+            if self._guard_of(value):
                 self._lines.append(f"{' = '.join(names)} = None")  # the value may not exist
             else:
                 drop += names
         if drop:
-            self._lines.append(f"del {', '.join(dict.fromkeys(drop))}")
+            self._lines.append(f"del {', '.join(drop)}")
+
+    def _guard_of(self, value: int) -> str:
+        """Returns the condition of the lines that look at a value: of those that computed it."""
+        producer = self._program.stored[value].producer
+        return "" if producer is None else self._guard(self._program.nodes[producer])
 
     def _guard(self, node: Node) -> str:
         """Returns the condition of a node's lines; empty if there is none. A predicate's tensor is
@@ -147,8 +136,7 @@ class Writer:
         for at, (number, wanted) in enumerate(node.predicate):
             key = node.predicate[:at], number
             if key not in self._asked:
-                before = f"if {' and '.join(names)}: " if names else ""
-                tensor = self._tensor(number, node.reads[number], before)
+                tensor = self._tensor(number, node.reads[number])
                 self._asked[key] = f"q{len(self._asked)}"
                 known = " and ".join([*names, f"bool({tensor})"])
                 self._lines.append(f"{self._asked[key]} = {known}")
@@ -165,17 +153,16 @@ class Writer:
         operator = None
         if any(v in dying for v in self._graph.ops[node.id].may_reuse):
             operator = in_place.written_in_place(node.call.operator)
-        text = self._call(node.call, node.reads, guard, operator=operator)
+        text = self._call(node.call, node.reads, operator=operator)
         is_list = private.returns_list(node.call.operator)
         targets = f"{names[0]}," if len(names) == 1 and is_list else ", ".join(names)
         self._lines.append(f"{guard}{targets} = {text}")
         if "_" in names:
             self._lines.append(f"{guard}_ = None")
 
-    def _write_temporaries(self, node: Node, guard: str, dying: set[int]) -> list[str]:
-        """Writes the lines of a write, and returns the names of the views they make."""
+    def _write_temporaries(self, node: Node, guard: str, dying: set[int]) -> None:
         assert node.call is not None
-        call, given, views = node.call, {}, list[str]()
+        call, given = node.call, {}
         for number, value in node.new.items():
             old = node.old[number]
             if old is None:
@@ -186,13 +173,12 @@ class Writer:
                 operator = in_place.without_writes(call.operator)
                 is_whole = self._program.is_whole(self._program.canonical(number), old)
                 if operator is not None and is_whole and len(node.new) == 1:
-                    text = self._call(call, node.reads, guard, operator=operator)
+                    text = self._call(call, node.reads, operator=operator)
                     self._lines.append(f"{guard}v{value} = {text}")
-                    return views
+                    return
                 self._lines.append(f"{guard}v{value} = {self._base(old)}.clone()")
-            given[number] = self._view(number, value, guard, views)
-        self._lines.append(guard + self._call(call, node.reads, guard, given=given))
-        return views
+            given[number] = self._tensor(number, value)
+        self._lines.append(guard + self._call(call, node.reads, given=given))
 
     def _memory(self, value: int) -> str:
         layout = self._program.layouts[self._program.base(value)]
@@ -214,38 +200,20 @@ class Writer:
         self.constants[source] = None
         return f"c{source}"
 
-    def _tensor(self, number: int, value: int, guard: str = "") -> str:
+    def _tensor(self, number: int, value: int) -> str:
         """Returns the variable name of a tensor, and makes its view if that does not exist."""
         number = self._program.canonical(number)
         if number not in self._program.recipes or self._program.is_whole(number, value):
             return self._base(value)
-        if number in self._views[value]:
-            return self._views[value][number]
-        call, at, parent = self._program.recipes[number]
-        looked_at = self._tensor(parent, value, guard)
-        name = f"w{number}_{value}"
-        self._lines.append(f"{guard}{name} = {self._recipe(call, at, parent, looked_at, guard)}")
-        if not guard:
-            self._views[value][number] = name
-        return name
-
-    def _view(self, number: int, value: int, guard: str, made: list[str]) -> str:
-        """Returns the variable name of a tensor in a new value, to be written."""
-        number = self._program.canonical(number)
-        if number not in self._program.recipes or self._program.is_whole(number, value):
-            return f"v{value}"
-        call, at, parent = self._program.recipes[number]
-        looked_at = self._view(parent, value, guard, made)
-        name = f"z{number}_{value}"
-        self._lines.append(f"{guard}{name} = {self._recipe(call, at, parent, looked_at, guard)}")
-        made.append(name)
-        return name
-
-    def _recipe(self, call: Call, at: int, parent: int, looked_at: str, guard: str) -> str:
-        text = self._call(call, {}, guard, given={parent: looked_at})
-        several = sum(output is not None for output in call.outputs) > 1
-        listed = several or private.returns_list(call.operator)
-        return f"{text}[{at}]" if listed else text
+        if number not in self._views[value]:
+            call, at, parent = self._program.recipes[number]
+            text = self._call(call, {}, given={parent: self._tensor(parent, value)})
+            several = sum(output is not None for output in call.outputs) > 1
+            if several or private.returns_list(call.operator):
+                text = f"{text}[{at}]"
+            name = self._views[value][number] = f"w{number}_{value}"
+            self._lines.append(f"{self._guard_of(value)}{name} = {text}")
+        return self._views[value][number]
 
     # ---------------------------------------------------------------- text
 
@@ -253,7 +221,6 @@ class Writer:
         self,
         call: Call,
         reads: dict[int, int],
-        guard: str,
         *,
         given: Given | None = None,
         operator: Any = None,
@@ -267,28 +234,27 @@ class Writer:
         """
 
         def text(argument: Any) -> str:
-            return self._argument(argument, reads, guard, given or {})
+            return self._argument(argument, reads, given or {})
 
         parts = [*map(text, call.args), *(f"{k}={text(v)}" for k, v in call.kwargs.items())]
         run = operator or call.operator
         return f"{self._name(run, private.callable_of(run))}({', '.join(parts)})"
 
-    def _argument(self, argument: Any, reads: dict[int, int], guard: str, given: Given) -> str:
+    def _argument(self, argument: Any, reads: dict[int, int], given: Given) -> str:
         if isinstance(argument, Ref):
             if argument.number in given:
                 return given[argument.number]
-            return self._tensor(argument.number, reads[argument.number], guard)
+            return self._tensor(argument.number, reads[argument.number])
         if isinstance(argument, Generator):
-            tensor = self._tensor(argument.number, reads[argument.number], guard)
-            device = self._literal(private.device())
-            return f"seeded({tensor}, {device})"
+            tensor = self._tensor(argument.number, reads[argument.number])
+            return f"seeded({tensor}, {self._literal(private.device())})"
         if isinstance(argument, Scalar):
             for name, number in argument.symbols:
-                tensor = self._tensor(number, reads[number], guard)
-                self._lines.append(f"{guard}{name} = {tensor}.item()")
+                tensor = self._tensor(number, reads[number])
+                self._lines.append(f"{self._guard_of(reads[number])}{name} = {tensor}.item()")
             return f"({argument.text})"
         if isinstance(argument, (list, tuple)):
-            return f"[{', '.join(self._argument(a, reads, guard, given) for a in argument)}]"
+            return f"[{', '.join(self._argument(one, reads, given) for one in argument)}]"
         return self._literal(argument)
 
     def _literal(self, thing: Any) -> str:

@@ -113,7 +113,7 @@ def needed(
         copying: as in :func:`read_from_memory`.
     """
     schedule, problem = Schedule(tuple(order)), _without_costs(graph)
-    alive, reads = live_bytes(problem, schedule), last_reads(problem, schedule)
+    alive, reads = live_bytes(problem, schedule), last_reads(graph, order)
     most = UNHELD_SHARE * alive.max(initial=0)
     ends = {(value, at): end for at, values in enumerate(reads) for value, end in values.items()}
     first = read_from_memory(graph, order, kinds, copying)

@@ -87,7 +87,7 @@ def buffers_of(problem: Problem, schedule: Schedule, least_bytes: float = 1) -> 
     values, final = problem.graph.values, len(schedule.order) - 1
     buffers: list[Buffer] = []
     held: dict[int, int] = {}  # value → its newest buffer
-    for k, instances in enumerate(last_reads(problem, schedule)):
+    for k, instances in enumerate(last_reads(problem.graph, schedule.order)):
         op = problem.graph.ops[schedule.order[k]]
         free = [
             held[v]
@@ -152,7 +152,7 @@ def _with_one_more(problem: Problem, schedule: Schedule, nbytes: float) -> Itera
     before a later read of the result. If nothing has read the op's results until then, the op runs
     only there."""
     graph, order = problem.graph, schedule.order
-    for k, instances in enumerate(last_reads(problem, schedule)):
+    for k, instances in enumerate(last_reads(problem.graph, schedule.order)):
         large = {v: last for v, last in instances.items() if graph.values[v].nbytes >= nbytes}
         is_read = False
         for at in range(k + 1, max(large.values(), default=k) + 1):

@@ -47,7 +47,7 @@ def _removable(problem: Problem, order: tuple[int, ...], budget_bytes: int) -> s
     live = live_bytes(problem, Schedule(order))
     if len(live) == 0 or live.max() > budget_bytes:
         return set()
-    born = last_reads(problem, Schedule(order))
+    born = last_reads(problem.graph, order)
     newest: dict[int, int] = {}
     repeats: list[tuple[float, int, int]] = []
     for at, op_id in enumerate(order):

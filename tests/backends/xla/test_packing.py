@@ -105,7 +105,7 @@ def in_vain(problem, schedule):
     return sum(
         max(instances.values()) == k and op_id in schedule.order[k + 1 :]
         for k, (op_id, instances) in enumerate(
-            zip(schedule.order, last_reads(problem, schedule), strict=True)
+            zip(schedule.order, last_reads(problem.graph, schedule.order), strict=True)
         )
         if instances
     )
