@@ -236,12 +236,8 @@ class SimulatedMemory(MemoryModel):
         self._calibration = Calibration()
 
     def _most(self, problem: Problem) -> int:
+        """Returns the activation bytes of the schedule without recomputation."""
         if self._store_all is None or self._store_all[0] is not problem:
-            self._store_all = problem, store_all_bytes(problem)
+            peak = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+            self._store_all = problem, peak - problem.profile.resident_bytes
         return self._store_all[1]
-
-
-def store_all_bytes(problem: Problem) -> int:
-    """Returns the activation bytes of the schedule without recomputation."""
-    peak = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
-    return peak - problem.profile.resident_bytes

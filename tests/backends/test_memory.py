@@ -3,11 +3,7 @@
 import pytest
 from fake_backend import chain_problem
 
-from keras_remat.backends.memory import (
-    Calibration,
-    SimulatedMemory,
-    store_all_bytes,
-)
+from keras_remat.backends.memory import Calibration, SimulatedMemory
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.solvers import solve
@@ -71,7 +67,6 @@ def test_simulated_memory_is_the_bytes_alive_until_something_is_measured():
     peak, resident = simulate(problem, store_all).peak_bytes, problem.profile.resident_bytes
     memory = SimulatedMemory()
     assert memory.peak_bytes(problem, store_all) == peak
-    assert store_all_bytes(problem) == peak - resident
     tight = solve(problem.with_budget((peak + resident) // 2), solver="greedy").schedule
     memory.observe(problem, store_all, resident + 2 * (peak - resident))
     assert memory.peak_bytes(problem, store_all) == resident + 2 * (peak - resident)
