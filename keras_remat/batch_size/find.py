@@ -320,7 +320,7 @@ def _first_that_fits(
         try:
             return traced(batch)
         except BudgetError as error:
-            too_large = error
+            too_large = error.with_traceback(None)  # its frames hold the step
             batch = example_batch(model, batch)
             size = batch_size_of(batch) // 2
             if not size:

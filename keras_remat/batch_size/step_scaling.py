@@ -305,7 +305,8 @@ def _profile_at(
 ) -> Profile | None:
     """Measures and returns the profile at another size.
 
-    Returns ``None`` where no plan fits there, or the profiler is busy or saw too little.
+    Returns ``None`` where no plan fits there, memory runs out, or the profiler is busy or saw too
+    little.
     """
     assert step.plan is not None
     problem, order = transfer_costs(step.problem, traced.graph), step.plan.solution.schedule
@@ -320,11 +321,11 @@ def _profile_at(
     usable = step.limit.usable_bytes
     try:
         plan = plan_by(problem, order, usable, backend.memory) or plan_for(request)
+        measured = measured_problem(
+            backend, model, traced, problem, plan, repeated_batch(step.batch, size)
+        )
     except BudgetError:
         return None
-    measured = measured_problem(
-        backend, model, traced, problem, plan, repeated_batch(step.batch, size)
-    )
     return None if measured is problem else measured.profile
 
 

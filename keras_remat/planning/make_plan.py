@@ -25,14 +25,17 @@ from keras_remat.cards import table as cards
 from keras_remat.checks import check_among, check_int, check_name, check_seconds, check_share
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
-from keras_remat.core.profile import Profile
 from keras_remat.core.target import Target
-from keras_remat.errors import UnsupportedModelError, without_inner_frames
+from keras_remat.errors import (
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+    without_inner_frames,
+)
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest
 from keras_remat.planning.slicing import plan_with_slices, told_whole
 from keras_remat.solvers import SOLVERS
-from keras_remat.units import LEAST_LIMIT, format_unequal_bytes, parse_bytes
+from keras_remat.units import LEAST_LIMIT, format_bytes, format_unequal_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -241,22 +244,36 @@ def measured_problem(
     """Runs ``plan`` on ``batch``, and returns ``problem`` with the measured profile.
 
     The model's variables are put back.
+
+    Raises:
+        ScheduleNotFoundError: the device ran out of memory.
     """
-    schedule = plan.solution.schedule
-    run = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule, plan.writing)
-    with preserved_state(backend, model) as put_back:
-        run(batch)  # a first call autotunes, which says nothing about later ones
-        put_back()  # now the variables are where every later step finds them
-        _, usage = backend.measure(lambda: run(batch))
-        resident = counted_bytes(backend.device)
-        recorder = backend.recorder()
-        profile: Profile | None = None
-        if recorder.start():
-            try:
-                for _ in range(3):
-                    run(batch)
-            finally:  # a profiler session must not outlive a step that raised
-                profile = recorder.stop(run, resident)
+    schedule, profile, usage = plan.solution.schedule, None, None
+    try:
+        run = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule, plan.writing)
+        with preserved_state(backend, model) as put_back:
+            run(batch)  # a first call autotunes, which says nothing about later ones
+            put_back()  # now the variables are where every later step finds them
+            _, usage = backend.measure(lambda: run(batch))
+            resident = counted_bytes(backend.device)
+            recorder = backend.recorder()
+            if recorder.start():
+                try:
+                    for _ in range(3):
+                        run(batch)
+                finally:  # a profiler session must not outlive a step that raised
+                    profile = recorder.stop(run, resident)
+    except Exception as error:
+        if not backend.is_out_of_memory(error):
+            raise
+        usage = None
+    if usage is None:  # the error is gone, and with it what its frames hold
+        raise ScheduleNotFoundError(
+            plan.budget_bytes,
+            problem.floor_bytes,
+            reason=f"a plan for {format_bytes(plan.predicted.peak_bytes)} ran out of memory",
+            advice="Lower the memory limit to what the device has, or use a smaller batch.",
+        )
     if profile is not None:
         problem = replace(problem, profile=profile)
     if backend.device.has_statistics:

@@ -1,6 +1,7 @@
 """The largest batch of a model, the whole way: traced, searched, and trained where it runs."""
 
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,6 +36,33 @@ def test_a_batch_that_does_not_fit_is_halved_until_one_does(monkeypatch, batch):
 def test_not_even_one_sample_fits(monkeypatch):
     with pytest.raises(InfeasibleBudgetError, match="No schedule fits"):
         found_on(FakeBackend(), monkeypatch, batch=8, limit=RESIDENT_BYTES + 2000)
+
+
+def test_a_batch_that_runs_out_of_memory_does_not_fit(monkeypatch):
+    """The device has less than it said: its own error ended the search."""
+    steps = []
+
+    class Watching(FakeBackend):
+        def lower(self, *given, **options):
+            if len(steps) == 1:
+                assert steps[0]() is None, "half of the batch gets all of the memory"
+            run = super().lower(*given, **options)
+            steps.append(weakref.ref(run))
+            return run
+
+    backend = Watching()
+    backend.has_bytes = store_all_peak(30)
+    found = found_on(backend, monkeypatch, batch=64, limit=store_all_peak(100))
+    assert found.plan.measured.peak_bytes <= backend.has_bytes
+
+
+def test_a_second_size_that_runs_out_of_memory_is_not_measured(monkeypatch):
+    """There is no half of one sample, so two are measured, from the sixth call of a step on."""
+    backend = FakeBackend()
+    backend.fails_at = {6}
+    found = found_on(backend, monkeypatch, batch=1)
+    assert found.fit is None
+    assert found.plan.measured is not None
 
 
 class Grouping(FakeBackend):
