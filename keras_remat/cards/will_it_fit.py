@@ -105,7 +105,9 @@ def _check_batch(batch: Any, batch_size: int | None, *, named: bool) -> None:
     """Raises for a batch that does not go with the model, or a size below 1."""
     if batch_size is not None:
         check_int("batch_size", batch_size, least=1)
-    if named and batch is not None and not isinstance(batch, int):
+    if isinstance(batch, (int, np.integer)):
+        check_int("batch", batch, least=1)
+    elif named and batch is not None:
         raise TypeError("a model that is named has a batch size, not arrays: give batch_size")
     if not named and batch is None and batch_size is None:
         raise TypeError("give a batch (x, y), or batch_size")
@@ -159,10 +161,10 @@ def _settings() -> dict[str, Any]:
 
 def _batch(batch: Any, size: int | None) -> Any:
     """Returns a batch as shapes and dtypes, or its size."""
-    if batch is None or (isinstance(batch, int) and not isinstance(batch, bool)):
+    if batch is None or isinstance(batch, (int, np.integer)):
         if size is not None and batch not in (None, size):
             raise ValueError(f"batch is {batch}, and batch_size is {size}: give one of them")
-        return size if batch is None else batch
+        return size if batch is None else int(batch)
     import keras
 
     def spec(shape: Any, leaf: Any) -> ArraySpec:

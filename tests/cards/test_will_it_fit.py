@@ -123,6 +123,12 @@ def test_a_request_is_plain_data(asked):
     assert pickle.loads(pickle.dumps(request)) == request
 
 
+@pytest.mark.parametrize("model", [None, "package.module:function"])
+def test_a_size_of_numpy_s_is_a_size(asked, model):
+    keras_remat.will_it_fit(model or model_of(), np.int64(4))
+    assert asked[0].batch == 4
+
+
 def test_no_random_weights_are_made(monkeypatch):
     for kind in vars(keras.initializers).values():
         if isinstance(kind, type) and issubclass(kind, keras.initializers.Initializer):
@@ -144,6 +150,8 @@ def test_no_random_weights_are_made(monkeypatch):
         ((4,), {"batch_size": 8}, ValueError, "give one of them"),
         ((), {}, TypeError, "give a batch"),
         ((4,), {"margin": 2.0}, ValueError, "margin"),
+        ((True,), {}, TypeError, "batch must be an int"),
+        ((0,), {}, ValueError, "batch must be at least 1"),
         (((np.zeros((4, 3)), np.zeros(5)),), {"batch_size": 8}, UnsupportedModelError, "4 samples"),
     ],
 )
