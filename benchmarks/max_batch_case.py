@@ -28,7 +28,7 @@ from rows import UNLIMITED_BYTES
 from watch import StepWatch, TorchEpoch, is_on_torch_cpu, long_fit
 
 import keras_remat
-from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
+from keras_remat.backends.base import Backend, RunStep, load_backend
 from keras_remat.backends.batches import batch_bytes, repeated_batch
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, is_allowed, overhead_bound
@@ -104,7 +104,6 @@ class Measurement:
         self.limit_bytes = int(options["limit_bytes"] or 0)
         self.plain_batch, self.plain_s_per_sample = 0, math.nan
         self.scaling: Scaling
-        self.traced: TracedStep
 
     def row(self, **row: Any) -> None:
         """Hands a row to the benchmark at once."""
@@ -213,7 +212,7 @@ class Measurement:
             "measured",
             self.options["seed"],
         )
-        self.traced, self.scaling = step.traced, step_scaling(self.backend, self.model, step)
+        self.scaling = step_scaling(self.backend, self.model, step)
 
     def _search(self, name: str) -> BatchSearch:
         """What the product finds, its plan with what was measured; Chen's schedules go the same
@@ -240,7 +239,7 @@ class Measurement:
             time_limit_s=options["chen_s"],
             seed=options["seed"],
         )
-        train = SizeRunner(self.backend, self.model, self.batch, self.traced.slicing, self.scaling)
+        train = SizeRunner(self.backend, self.model, self.batch, self.scaling)
         chooser = SizeChooser.after(
             self.backend,
             search,

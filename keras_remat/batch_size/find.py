@@ -190,7 +190,6 @@ def _searched(
             backend,
             max_overhead=bounds.max_overhead,
             time_limit_s=_OPTIONS.quick_share * search_s,
-            late_solver="auto",
             late_time_limit_s=(1 - _OPTIONS.quick_share) * search_s,
             multiple=parts,
             seed=bounds.seed,
@@ -239,13 +238,13 @@ def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
-    slicing, scaling = step.traced.slicing, step_scaling(backend, model, step)
-    runner = SizeRunner(backend, model, step.batch, slicing, scaling)
+    scaling = step_scaling(backend, model, step)
+    runner = SizeRunner(backend, model, step.batch, scaling)
     known = _learn_of_larger(backend, step, scaling, runner, bounds)
     search = _searched(backend, step, scaling, bounds, known)
     chooser = bounds.chooser(backend, search)
     found = verified_search(search, scaling, chooser, step.limit, runner, runner.graph)
-    return found.naming(slicing=slicing)
+    return found.naming(slicing=scaling.slicing)
 
 
 def _estimated(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -> BatchSearch:

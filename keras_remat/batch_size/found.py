@@ -55,7 +55,6 @@ class BatchSearch:
     Args:
         limit_bytes: the memory limit.
         max_batch_size: the largest batch with a schedule under the limit and the overhead bound.
-        fastest_batch_size: the tried batch with the most predicted samples per second.
         plain_batch_size: the largest batch that fits without recomputation.
         probes: every size that was tried, in order.
         search_time_s: seconds the search took.
@@ -74,7 +73,6 @@ class BatchSearch:
 
     limit_bytes: int
     max_batch_size: int
-    fastest_batch_size: int
     plain_batch_size: int
     probes: tuple[SizeTrial, ...]
     search_time_s: float
@@ -95,7 +93,6 @@ class BatchSearch:
         return replace(
             self,
             max_batch_size=self.max_batch_size * multiple,
-            fastest_batch_size=self.fastest_batch_size * multiple,
             plain_batch_size=self.plain_batch_size * multiple,
             probes=tuple(replace(p, batch_size=p.batch_size * multiple) for p in self.probes),
         )
@@ -111,6 +108,12 @@ class BatchSearch:
         plans = [plan for size, plan in self._plans if size == self.max_batch_size]
         ran = [plan for plan in plans if plan.measured is not None]
         return ran[-1] if ran else min(plans, key=lambda plan: plan.predicted.time_s)
+
+    @property
+    def fastest_batch_size(self) -> int:
+        """Returns the tried batch that fits with the most predicted samples per second."""
+        fitting = [p for p in self.probes if p.plan and p.batch_size <= self.max_batch_size]
+        return max(fitting, key=lambda probe: probe.samples_per_s).batch_size
 
     @property
     def orders(self) -> list[Schedule]:

@@ -77,8 +77,7 @@ def search_batch_size(
     at_most: int | None = None,
     solver: str = "greedy",
     time_limit_s: float = 60.0,
-    late_solver: str | None = None,
-    late_time_limit_s: float = 60.0,
+    late_time_limit_s: float = 0.0,
     multiple: int = 1,
     seed: int = 0,
     known: tuple[int, Schedule] | None = None,
@@ -94,20 +93,19 @@ def search_batch_size(
         solver: a quick solver, used at many sizes.
         time_limit_s: seconds for trying sizes after the first, sure solves; a third of it is
             counted work, and no solve gets more than a quarter of that.
-        late_solver: a thorough solver, used above the size that ``solver`` reached; ``None`` for
-            none.
-        late_time_limit_s: seconds for the thorough solver and for steps from known orders, on top
-            of the time left.
+        late_time_limit_s: seconds for the thorough solver ``"auto"``, used above the size that
+            ``solver`` reached, and for steps from known orders, on top of the time left; 0 for
+            neither.
         multiple: number of devices or slices that divide a batch; every size is a multiple of it.
         known: size, divided by ``multiple``, and order that an earlier search ended with.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
-    late_s, quick_s = late_time_limit_s if late_solver else 0.0, time_limit_s / OPTIONS.patience
-    clock_s = max(OPTIONS.least_clock_s, time_limit_s + late_s)
+    quick_s = time_limit_s / OPTIONS.patience
+    clock_s = max(OPTIONS.least_clock_s, time_limit_s + late_time_limit_s)
     quick_deadline_s = time.perf_counter() + clock_s
-    if late_solver is not None:
+    if late_time_limit_s:
         native.begin()
     search = SizeSearch(
         lambda size: scaling.at(size * multiple),
@@ -120,9 +118,9 @@ def search_batch_size(
     )
     solve_s = OPTIONS.solve * quick_s
     search.begin(min(start // multiple, search.at_most), solver, solve_s, known)
-    search.bisect(solver, solve_s, try_again=late_solver is None)
-    if late_solver is not None:
-        search.go_on(late_solver, late_s, quick_deadline_s)
+    search.bisect(solver, solve_s, try_again=not late_time_limit_s)
+    if late_time_limit_s:
+        search.go_on(late_time_limit_s, quick_deadline_s)
     search.close_gaps(OPTIONS.closing * clock_s)
     return replace(search.result(), fit=scaling.fit, time_limit_s=clock_s).times(multiple)
 
@@ -224,11 +222,11 @@ class SizeSearch:
             grows = begun < self.largest < self.at_most
             again = try_again and grows and self._may_go_on(solver, keep_s)
 
-    def improve_from_best(self, solver: str, solve_s: float) -> None:
+    def improve_from_best(self, solve_s: float) -> None:
         """Solves for sizes a little above the largest, by smaller steps after failures.
 
         In turn, a solve begins with the order that reaches furthest, or anew with another share of
-        the budget, by a quick solver or by ``solver``.
+        the budget, by a quick or a thorough solver.
         """
         step, failures, most = OPTIONS.first_step, 0, self._ceiling - 1
         for turn in count():
@@ -241,7 +239,7 @@ class SizeSearch:
             self.seed += 1
             if turn % 2:
                 self.target_share = OPTIONS.targets[turn // 2 % len(OPTIONS.targets)]
-                self.solve_at(size, solver if turn % 4 == 3 else "greedy_first", allowed_s)
+                self.solve_at(size, "auto" if turn % 4 == 3 else "greedy_first", allowed_s)
             else:
                 # in turn: the allocator wastes about as much as with the best order, or nothing
                 best = self.fastest
@@ -258,8 +256,8 @@ class SizeSearch:
                     failures + 1,
                 )
 
-    def go_on(self, solver: str, late_s: float, quick_s: float) -> None:
-        """Searches on with a thorough solver.
+    def go_on(self, late_s: float, quick_s: float) -> None:
+        """Searches on with a thorough solver: tries new orders first, then improves the best one.
 
         The time that the first sizes took on a busy machine is not taken off its time.
 
@@ -273,17 +271,13 @@ class SizeSearch:
         improving_s = late_s / OPTIONS.patience + max(0.0, self.work.left_s())
         ended_by_clock, self.work = self.work.ended_by_clock, SearchWork(improving_s, deadline_s)
         self.work.ended_by_clock = ended_by_clock
-        self.bisect_and_improve(solver, improving_s)
-
-    def bisect_and_improve(self, solver: str, seconds: float) -> None:
-        """Tries new orders first, then improves the best one, in ``seconds`` of work."""
         self.bisect(
-            solver,
-            OPTIONS.solve * seconds,
+            "auto",
+            OPTIONS.solve * improving_s,
             OPTIONS.retried * self.largest,
             keep_s=OPTIONS.improve * self.work.left_s(),
         )
-        self.improve_from_best(solver, OPTIONS.step * seconds)
+        self.improve_from_best(OPTIONS.step * improving_s)
 
     def close_gaps(self, seconds: float) -> None:
         """Closes gaps between the values of the best order, as long as it then reaches further.
@@ -478,11 +472,9 @@ class SizeSearch:
 
     def result(self) -> BatchSearch:
         """Returns the result of the search."""
-        found = [p for p in self.probes if p.plan is not None]
         return BatchSearch(
             self.limit.total_bytes,
             self.largest,
-            max(found, key=lambda p: p.samples_per_s).batch_size,
             self.plain,
             tuple(self.probes),
             time.perf_counter() - self.started,

@@ -33,7 +33,6 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
-from keras_remat.core.slices import Slicing
 from keras_remat.errors import BudgetError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest, plan_for
@@ -55,21 +54,12 @@ class SizeRunner:
     The model's variables are put back after each size.
 
     Args:
-        slicing: the ops that run in slices, and in how many.
-        scaling: learns the recorded costs at a size whose prediction was off; ``None`` where
-            nothing is recorded.
+        scaling: the step's costs at any size; learns the recorded costs at a size whose prediction
+            was off. Sizes run in its slices.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        model: Any,
-        batch: Any,
-        slicing: Slicing | None = None,
-        scaling: Scaling | None = None,
-    ):
-        self._backend, self._model, self._batch = backend, model, batch
-        self._slicing, self._scaling = slicing, scaling
+    def __init__(self, backend: Backend, model: Any, batch: Any, scaling: Scaling):
+        self._backend, self._model, self._batch, self._scaling = backend, model, batch, scaling
         self._traced: tuple[int, TracedStep] | None = None  # of the newest size
 
     def _trace(self, size: int) -> TracedStep:
@@ -77,7 +67,7 @@ class SizeRunner:
             self._traced = None
             gc.collect()  # the step before is in reference cycles
             whole = traced_at(self._backend, self._model, self._batch, size)
-            self._traced = size, in_slices(whole, self._slicing)
+            self._traced = size, in_slices(whole, self._scaling.slicing)
         return self._traced[1]
 
     def graph(self, size: int) -> Graph:
@@ -109,7 +99,8 @@ class SizeRunner:
             return None
         if profile is not None and self._runs_other_kernels(problem, schedule, usage):
             problem = replace(problem, profile=profile)
-            self._learn(size, traced, problem)
+            whole = problem if traced.whole is None else traced.whole.problem(problem)
+            self._scaling.whole.learn(size, whole)
         if backend.device.has_statistics:
             backend.memory.observe(problem, schedule, usage.peak_bytes)
         return usage
@@ -141,11 +132,11 @@ class SizeRunner:
     def learns(self) -> bool:
         """Returns whether a size is recorded when its ops take other bytes than expected.
 
-        That is so where the bytes alive are the whole prediction, and a scaling can learn from it.
+        That is so where the bytes alive are the whole prediction, and op times can be measured.
         """
         backend = self._backend
         tells = backend.device.has_statistics and backend.measures_op_times
-        return self._scaling is not None and tells and not backend.memory.order_matters
+        return tells and not backend.memory.order_matters
 
     def _runs_other_kernels(self, problem: Problem, schedule: Schedule, usage: Usage) -> bool:
         """Returns whether a step's peak shows other workspaces of its ops than expected."""
@@ -171,12 +162,6 @@ class SizeRunner:
             if is_recording:
                 profile = recorder.stop(run, resident_bytes)
         return profile, usage
-
-    def _learn(self, size: int, traced: TracedStep, problem: Problem) -> None:
-        """Passes the recorded problem of a size to the scaling."""
-        if self._scaling is not None:
-            whole = problem if traced.whole is None else traced.whole.problem(problem)
-            self._scaling.whole.learn(size, whole)
 
 
 def verified_search(
@@ -220,14 +205,21 @@ def verified_search(
         if usage is None:
             chooser = chooser.after_trial(size, own, 0, fits=False)
             continue
-        probes.append(
-            SizeTrial(size, replace(own, measured=usage, budget_bytes=limit.usable_bytes))
-        )
+        ran = replace(own, measured=usage, budget_bytes=limit.usable_bytes)
+        probes.append(SizeTrial(size, ran))
         fits = limit.holds(usage.peak_bytes)
         chooser = chooser.after_trial(size, own, usage.peak_bytes, fits=fits)
-    search = replace(search, fit=scaling.fit)
-    return _with_verified(
-        search, probes, chooser, verification_time_s=time.perf_counter() - started
+    (failed, failed_peak), largest = chooser.failed, chooser.trained or search.max_batch_size
+    return replace(
+        search,
+        max_batch_size=largest,
+        plain_batch_size=min(search.plain_batch_size, largest),
+        probes=tuple(probes),
+        fit=scaling.fit,
+        failed_batch_size=failed or None,
+        failed_peak_bytes=failed_peak or None,
+        verification_time_s=time.perf_counter() - started,
+        ended_by_clock=search.ended_by_clock or chooser.ended_by_clock,
     )
 
 
@@ -260,31 +252,3 @@ def _for_its_graph(
     if not is_allowed(problem, plan.predicted.time_s, chooser.max_overhead):
         return SizeTrial(size, None, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
     return plan
-
-
-def _with_verified(
-    search: BatchSearch,
-    probes: list[SizeTrial],
-    chooser: SizeChooser,
-    *,
-    verification_time_s: float,
-) -> BatchSearch:
-    """Returns the search with the results of the sizes that ran."""
-    failed, failed_peak = chooser.failed
-    search = replace(
-        search,
-        probes=tuple(probes),
-        failed_batch_size=failed or None,
-        failed_peak_bytes=failed_peak or None,
-        verification_time_s=verification_time_s,
-        ended_by_clock=search.ended_by_clock or chooser.ended_by_clock,
-    )
-    if not chooser.trained:
-        return search
-    fitting = [p for p in probes if p.plan is not None and p.batch_size <= chooser.trained]
-    return replace(
-        search,
-        max_batch_size=chooser.trained,
-        plain_batch_size=min(search.plain_batch_size, chooser.trained),
-        fastest_batch_size=max(fitting, key=lambda p: p.samples_per_s).batch_size,
-    )

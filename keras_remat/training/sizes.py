@@ -234,7 +234,6 @@ def _search(
         backend,
         at_most=at_most,
         time_limit_s=OPTIONS.quick * search_s,
-        late_solver="auto",
         late_time_limit_s=OPTIONS.late * search_s,
         multiple=_multiple(fit, scaling),
         seed=fit.options.seed,

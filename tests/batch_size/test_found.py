@@ -30,7 +30,7 @@ def search():
         SizeTrial(128, None, "too large"),
         SizeTrial(64, ran),
     )
-    return BatchSearch(LIMIT, 64, 64, 32, probes, 1.5, 0.5)
+    return BatchSearch(LIMIT, 64, 32, probes, 1.5, 0.5)
 
 
 def test_the_plan_is_the_one_that_ran(search):

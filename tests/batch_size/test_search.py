@@ -237,7 +237,6 @@ def test_late_time_begins_with_the_best_known_order_and_ends(monkeypatch):
     found = search(
         store_all_peak(40),
         time_limit_s=10.0,
-        late_solver="auto",
         late_time_limit_s=100.0,
     )
     assert found.max_batch_size == 40
@@ -258,12 +257,14 @@ def test_what_is_found_depends_on_the_clock_only_where_that_ends_the_search(monk
     import keras_remat.batch_size.search as module
 
     monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: False)
-    limits, late = {"time_limit_s": 1.0, "late_time_limit_s": 1.0}, {"late_solver": "greedy"}
+    backend = FakeBackend()
+    backend.auto_solver = "greedy"
 
     def found(tick_s):
         clock = itertools.count(0.0, tick_s)
         monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-        return search(store_all_peak(40), **limits, **late), next(clock)
+        found = search(store_all_peak(40), backend=backend, time_limit_s=1.0, late_time_limit_s=1.0)
+        return found, next(clock)
 
     idle, looks = found(1e-9)
     tick_s = idle.time_limit_s / (looks / 1e-9)  # the whole search takes as long as it may
@@ -346,7 +347,7 @@ def test_steps_from_a_known_order_end_when_none_helps(monkeypatch):
         raise ScheduleNotFoundError(budget, problem.floor_bytes)
 
     monkeypatch.setattr(module, "new_order", new_order)
-    search(store_all_peak(40), late_solver="auto", late_time_limit_s=60.0)
+    search(store_all_peak(40), late_time_limit_s=60.0)
     assert 0 < tried.count("nearby") < 20
 
 

@@ -197,13 +197,13 @@ def test_variables_lie_close_together_before_a_size_runs_in_order(monkeypatch, i
             return super().measure(run, wait=wait)
 
     backend = Noting()
-    backend.memory.order_matters = in_order
+    backend.memory.order_matters, backend.measures_op_times = in_order, False
     monkeypatch.setattr("keras_remat.batch_size.trials.repeated_batch", lambda batch, size: batch)
     batch = batch_of(0, 40)
     traced = backend.trace(None, batch)
     problem = Problem(traced.graph, backend.estimated_profile(traced))
     plan = quick_plan(problem, BUDGET, backend)
-    runner = SizeRunner(backend, None, batch)
+    runner = SizeRunner(backend, None, batch, scaling_of())
     runner._traced = 40, traced
     assert runner(40, plan) is not None
     assert happened == ["put back"] * in_order + ["step", "step", "put back"]
@@ -243,7 +243,7 @@ def test_a_size_whose_kernels_are_others_is_recorded(monkeypatch, device, profil
     )
     backend, scaling = Switching(profiler=profiler, device_name=device), scaling_of()
     scaling.learn(40, chain_problem(40, source="measured"))
-    runner = SizeRunner(backend, None, batch_of(0, 40), scaling=scaling)
+    runner = SizeRunner(backend, None, batch_of(0, 40), scaling)
     steps, measure = [], backend.measure
     monkeypatch.setattr(backend, "measure", lambda run: steps.append(size) or measure(run))
     for size in (60, 120):
