@@ -107,7 +107,7 @@ def test_no_schedule_in_slices_takes_less_than_the_bound(benchmark_of, large, le
     added = bounds.least_added(problem.with_budget(budget), rules, 16, 60.0)
     assert added >= least
     sliced = sliced_graph(problem.graph, rules, Slicing(tuple(rules), 8))
-    costs = sliced_costs(problem, sliced).with_budget(budget)
+    costs = sliced_costs(problem, sliced, [0] * len(sliced.graph.ops)).with_budget(budget)
     found = next(greedy.candidates(costs, deadline=Deadline(inf), max_steps=10**6))
     took = simulate(costs, Schedule(found)).time_s
     assert added <= took / problem.store_all_time_s - 1

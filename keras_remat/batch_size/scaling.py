@@ -342,14 +342,12 @@ def batch_scaling(
 def fixed_bytes(backend: Backend, steps: Mapping[int, TracedStep]) -> list[int]:
     """Returns for each op the bytes of workspace that are expected to be the same at every size.
 
-    They follow from the workspace expected at two sizes. The list is empty where the ops differ.
+    They follow from the workspace expected at two sizes.
 
     Args:
-        steps: batch size → the step traced at it, for two sizes.
+        steps: batch size → the step traced at it, for two sizes; of the same ops.
     """
     (size, step), (other, its) = steps.items()
-    if not step.graph.has_ops_of(its.graph):
-        return []
     asked = [backend.estimated_profile(of, 0).op_workspace_bytes for of in (step, its)]
     pairs = zip(*asked, strict=True)
     return [max(0, (a * other - b * size) // (other - size)) for a, b in pairs]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.base import Backend, TracedStep, Whole
 from keras_remat.backends.batches import batch_size_of, repeated_batch
 from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.batch_size.found import BatchSearch
@@ -241,27 +241,25 @@ def sliced_scaling(
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
     whole = traced.whole
-    if whole is None or whole.step.slicer is None:
+    if whole is None:
         return None
     scaling = batch_scaling(backend, model, whole.problem(problem), batch, traced=whole.step)
-    return scaling_in_slices(scaling, traced, batch_size_of(batch))
+    return scaling_in_slices(scaling, whole, batch_size_of(batch))
 
 
-def scaling_in_slices(scaling: BatchScaling, traced: TracedStep, size: int) -> SlicedScaling:
+def scaling_in_slices(scaling: BatchScaling, whole: Whole, size: int) -> SlicedScaling:
     """Returns the costs of a step in slices at any size that their number divides.
 
     Args:
         scaling: costs of the step with whole ops.
-        traced: the step in slices.
+        whole: what the step in slices was made from.
         size: batch size that it was traced for.
 
     Raises:
         UnsupportedModelError: the step has other ops at other sizes.
     """
-    whole = traced.whole
-    slicer = None if whole is None else whole.step.slicer
-    if whole is None or slicer is None:
-        raise LookupError("the step is not in slices")
+    slicer = whole.step.slicer
+    assert slicer is not None, "it has sliced the step"
     if not scaling.at(size).graph.has_ops_of(whole.step.graph):
         raise UnsupportedModelError(
             f"The train step has other ops at larger batches than at {size}: what its slices need "

@@ -7,7 +7,6 @@ The parts follow from the order without recomputation by the one memory semantic
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from keras_remat.core.graph import FORWARD
 from keras_remat.core.problem import Problem
@@ -21,37 +20,22 @@ WEIGHTS, SLOTS, GRADIENTS, BATCH, ACTIVATIONS, WORKSPACE = PARTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Holds the bytes of a model that lie on the device between two steps.
-
-    Args:
-        weights_bytes: variables of layers, trainable or not, and of metrics.
-        slots_bytes: variables of optimizers.
-    """
-
-    weights_bytes: int
-    slots_bytes: int
-
-
-def parts_at_peak(problem: Problem, resident: Resident) -> dict[str, int]:
+def parts_at_peak(problem: Problem, weights_bytes: int, slots_bytes: int) -> dict[str, int]:
     """Returns part → bytes at the peak of the step without recomputation.
 
     Resident bytes beside weights and slots count as batch: copies of it, and other data.
 
     Args:
         problem: a traced step with its costs.
-        resident: how many of the resident bytes are weights, and how many are slots.
+        weights_bytes: bytes of variables of layers, trainable or not, and of metrics.
+        slots_bytes: bytes of variables of optimizers.
     """
-    curve = Curve(problem, Schedule.store_all(problem.graph))
-    known = {WEIGHTS: resident.weights_bytes, SLOTS: resident.slots_bytes}
-    others = max(0, problem.profile.resident_bytes - sum(known.values()))
-    held, workspace = _held_by_phase(curve)
+    held, workspace = _held_by_phase(Curve(problem, Schedule.store_all(problem.graph)))
     return {
-        WEIGHTS: known[WEIGHTS],
-        SLOTS: known[SLOTS],
+        WEIGHTS: weights_bytes,
+        SLOTS: slots_bytes,
         GRADIENTS: sum(nbytes for phase, nbytes in held.items() if phase != FORWARD),
-        BATCH: others,
+        BATCH: max(0, problem.profile.resident_bytes - weights_bytes - slots_bytes),
         ACTIVATIONS: held[FORWARD],
         WORKSPACE: workspace,
     }

@@ -120,18 +120,13 @@ class CardReport:
         It is 0 if all fit plainly, 5 if one needs a plan, 3 if one does not fit, and 4 if the
         verdict on one is not known.
         """
-        known = [EXIT_STATUS[row.verdict] for row in self.rows if row.verdict is not None]
-        for worst in (EXIT_STATUS[DOES_NOT_FIT], EXIT_STATUS[WITH_A_PLAN]):
-            if worst in known:
-                return worst
-        return 0 if len(known) == len(self.rows) else 4
+        verdicts = {row.verdict for row in self.rows}
+        worst = next((one for one in (DOES_NOT_FIT, WITH_A_PLAN, None) if one in verdicts), FITS)
+        return 4 if worst is None else EXIT_STATUS[worst]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON object that ``keras-remat will-it-fit --json`` prints."""
-        return {
-            "batch_size": self.batch_size,
-            "rows": [asdict(row) | {"parts": row.parts and dict(row.parts)} for row in self.rows],
-        }
+        return {"batch_size": self.batch_size, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
         of = f" of {readable(self.name)}" if self.name else ""

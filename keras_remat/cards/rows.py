@@ -17,13 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.base import Backend, TracedStep, Whole
 from keras_remat.backends.batches import batch_bytes, batch_size_of
 from keras_remat.backends.example_batches import fixed_batch
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.step_scaling import Scaling, scaling_in_slices
-from keras_remat.cards.breakdown import Resident, activations_by_layer, parts_at_peak
+from keras_remat.cards.breakdown import activations_by_layer, parts_at_peak
 from keras_remat.cards.report import DOES_NOT_FIT, FITS, WITH_A_PLAN, CardRow
 from keras_remat.core.graph import Graph
 from keras_remat.core.limit import Limit
@@ -83,8 +83,8 @@ class _Begun:
         traced: the step.
         problem: the step with its costs on the card.
         compiled: a future that is done when Keras's own step is compiled.
-        sliced: the step in slices, where it fits in slices alone; ``None`` where it fits whole,
-            does not fit at all, or that is not known.
+        sliced: what the step in slices was made from, where it fits in slices alone; ``None`` where
+            it fits whole, does not fit at all, or that is not known.
     """
 
     row: CardRow
@@ -93,7 +93,7 @@ class _Begun:
     traced: TracedStep
     problem: Problem
     compiled: Future[None]
-    sliced: TracedStep | None = None
+    sliced: Whole | None = None
 
 
 class AskedStep:
@@ -203,7 +203,7 @@ class AskedStep:
             row,
             plain_bytes=plain_bytes,
             samples_per_s_plain=rate(plain_s),
-            parts=parts_at_peak(problem, self._resident()),
+            parts=parts_at_peak(problem, *self._resident_bytes()),
         )
         if limit.fits(plain_bytes):
             row = replace(row, verdict=FITS, overhead=0.0, samples_per_s_planned=rate(plain_s))
@@ -222,7 +222,7 @@ class AskedStep:
             samples_per_s_planned=rate(time_s),
             slices=None if traced.slicing is None else traced.slicing.parts,
         )
-        return replace(begun, row=row, sliced=None if traced.whole is None else traced)
+        return replace(begun, row=row, sliced=traced.whole)
 
     def _plan(self, begun: _Begun, samples: int) -> tuple[TracedStep, Plan]:
         """Returns a plan that fits, with the step that it runs: in slices, where no plan of whole
@@ -249,23 +249,21 @@ class AskedStep:
             )
         return traced, plan
 
-    def _resident(self) -> Resident:
+    def _resident_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of the model's weights and of its optimizer's slots."""
         model = self._model
         weights = (
             *model.trainable_variables, *model.non_trainable_variables, *model.metrics_variables,
         )  # fmt: skip
-        return Resident(
-            batch_bytes([v.value for v in weights]),
-            batch_bytes([v.value for v in model.optimizer.variables]),
-        )
+        slots = model.optimizer.variables
+        return batch_bytes([v.value for v in weights]), batch_bytes([v.value for v in slots])
 
     def _smallest_bytes(
-        self, failure: Exception, backend: Backend, problem: Problem, limit: Limit
+        self, failure: BudgetError, backend: Backend, problem: Problem, limit: Limit
     ) -> int | None:
         """Returns the least peak of a schedule that was found; ``None`` without one."""
-        found: int | None = getattr(failure, "best_peak_bytes", None)
-        if found is not None:
-            return found
+        if failure.best_peak_bytes is not None:
+            return failure.best_peak_bytes
         seconds = max(_OPTIONS.least_smallest_s, _OPTIONS.smallest_share * self._time_limit_s)
         try:
             least = least_over_budget(
@@ -273,7 +271,7 @@ class AskedStep:
             )
         except BudgetError:
             return None
-        return int(least.peak_bytes)
+        return least.peak_bytes
 
     def _with_batches(self, begun: _Begun) -> CardRow:
         """Returns the row with the largest batches, by prediction."""

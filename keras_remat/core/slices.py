@@ -243,14 +243,13 @@ class _Rewrite:
 
     def _units(self) -> list[int | tuple[int, ...]]:
         """Returns whole ops and waves in the order in which they are written."""
-        wave_of, waves = {}, defaultdict(list)
+        unit_of = list(range(len(self._old.ops)))  # a wave's unit is its first op
+        waves: dict[int, list[int]] = defaultdict(list)
         for op_id, level in enumerate(self._levels()):
             if op_id in self._chosen:
                 waves[level].append(op_id)
-        for members in waves.values():
-            wave_of.update(dict.fromkeys(members, members[0]))
-        unit_of = {op.id: wave_of.get(op.id, op.id) for op in self._old.ops}
-        before: dict[int, set[int]] = {unit: set() for unit in unit_of.values()}
+                unit_of[op_id] = waves[level][0]
+        before: dict[int, set[int]] = {unit: set() for unit in unit_of}
         for op in self._old.ops:
             earlier = {unit_of[p] for p in (*self._old.producers(op.id), *op.after)}
             before[unit_of[op.id]] |= earlier - {unit_of[op.id]}

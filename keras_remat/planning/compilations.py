@@ -157,8 +157,8 @@ class Compilations:
         """
         if not self._untried:
             return None
-        peaks = {order: self._memory.peak_bytes(self._problem, order) for order in self._untried}
-        one = self.compiled(self._untried[min(peaks, key=lambda order: peaks[order])])
+        least = min(self._untried, key=lambda order: self._memory.peak_bytes(self._problem, order))
+        one = self.compiled(self._untried[least])
         return one if one.is_exact else None
 
     def may_go_on(self, deadline_s: float) -> bool:

@@ -13,7 +13,7 @@ from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing
 from keras_remat.core.target import CPU_RATES
 
 
-def sliced_costs(problem: Problem, sliced: SlicedGraph, expected: Sequence[int] = ()) -> Problem:
+def sliced_costs(problem: Problem, sliced: SlicedGraph, expected: Sequence[int]) -> Problem:
     """Returns the costs of a sliced graph, from those of the whole graph.
 
     A part takes its share of the op's time and workspace. An op that cuts, joins or adds moves its
@@ -35,8 +35,7 @@ def sliced_costs(problem: Problem, sliced: SlicedGraph, expected: Sequence[int] 
                 max(CPU_RATES.seconds_per_kernel, profile.op_time_s[origin.source] / parts)
             )
             whole = profile.op_workspace_bytes[origin.source]
-            share = -(-whole // parts)
-            workspaces.append(min(whole, max(share, expected[op.id])) if expected else share)
+            workspaces.append(min(whole, max(-(-whole // parts), expected[op.id])))
         else:
             moved_s = _glue_bytes(graph, op.id, origin.role) * CPU_RATES.seconds_per_byte
             times.append(CPU_RATES.seconds_per_kernel + moved_s)

@@ -131,13 +131,12 @@ def in_micro_batches(
             f"No number from 2 to {2 * count} divides a batch of {samples} samples."
         )
     rules = slicer.rules
-    able = {op_id for op_id in able_ops(rules, parts) if rules[op_id].divides % samples == 0}
-    able -= {op_id for op_id in able if not rules[op_id].partners <= able}
+    able = able_ops(rules, samples)  # also in fewer slices, since these divide the samples
     handed_on = {op_id: _large_bytes(graph, op_id, rules[op_id]) for op_id in able}
     for share in OPTIONS.micro_batch_shares:
         large_bytes = share * max(handed_on.values(), default=0)
         seeds = {op_id for op_id in able if handed_on[op_id] > large_bytes}
-        chosen = grown(graph, rules, seeds, frozenset(able), large_bytes)
+        chosen = grown(graph, rules, seeds, able, large_bytes)
         if chosen and len(graph.ops) + (parts - 1) * len(chosen) <= _most_ops(graph):
             try:
                 sliced = slicer.sliced(Slicing(tuple(sorted(chosen)), parts))

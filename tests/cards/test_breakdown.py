@@ -5,14 +5,12 @@ import random
 import pytest
 from random_problems import mixed_problem
 
-from keras_remat.cards.breakdown import PARTS, Resident, activations_by_layer, parts_at_peak
+from keras_remat.cards.breakdown import PARTS, activations_by_layer, parts_at_peak
 from keras_remat.core.graph import BACKWARD, FORWARD, Graph, Op, Value, chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-
-NOTHING = Resident(0, 0)
 
 
 def peak_of(problem):
@@ -22,14 +20,14 @@ def peak_of(problem):
 @pytest.mark.parametrize("seed", range(40))
 def test_parts_add_up_to_the_simulated_peak(seed):
     problem = mixed_problem(seed)
-    parts = parts_at_peak(problem, NOTHING)
+    parts = parts_at_peak(problem, 0, 0)
     assert tuple(parts) == PARTS
     assert sum(parts.values()) == peak_of(problem)
 
 
 def test_parts_of_the_example():
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0, 0, 3, 0, 0), 10))
-    parts = parts_at_peak(problem, Resident(4, 5))
+    parts = parts_at_peak(problem, 4, 5)
     assert peak_of(problem) == 24
     assert parts == {
         "weights": 4,
@@ -49,7 +47,7 @@ def test_values_of_the_backward_phase_are_gradients():
     )
     values = tuple(Value(i, f"v{i}", nbytes, producer=i) for i, nbytes in enumerate((8, 4, 2)))
     problem = Problem(Graph(ops, values, (2,)), Profile((1.0,) * 3, (0,) * 3, 0))
-    parts = parts_at_peak(problem, NOTHING)
+    parts = parts_at_peak(problem, 0, 0)
     assert (parts["activations"], parts["gradients"]) == (12, 2)
     assert sum(activations_by_layer(problem).values()) == 12
     assert list(activations_by_layer(problem).values()) == sorted(
@@ -59,7 +57,7 @@ def test_values_of_the_backward_phase_are_gradients():
 
 def test_an_empty_step_has_no_parts():
     problem = Problem(Graph((), (), ()), Profile((), (), 7))
-    assert sum(parts_at_peak(problem, Resident(7, 0)).values()) == 7
+    assert sum(parts_at_peak(problem, 7, 0).values()) == 7
     assert activations_by_layer(problem) == {}
 
 

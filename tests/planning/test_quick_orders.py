@@ -87,7 +87,8 @@ def test_a_graph_in_slices_is_not_solved_twice_with_the_same_work(monkeypatch):
     asked, memory = [], FakeBackend().memory
     whole = chain_problem(64, layers=40)
     rules = {1: SliceRule(frozenset(whole.graph.ops[1].inputs))}
-    sliced = sliced_costs(whole, sliced_graph(whole.graph, rules, Slicing((1,), 2)))
+    graph = sliced_graph(whole.graph, rules, Slicing((1,), 2))
+    sliced = sliced_costs(whole, graph, [0] * len(graph.graph.ops))
 
     def solve(problem, *, time_limit_s, **options):
         asked.append(time_limit_s)

@@ -101,7 +101,7 @@ def test_parts_cost_their_share_and_glue_what_it_moves():
     profile = Profile((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), (0, 8, 16, 0, 3, 0), 7)
     problem = replace(problem, profile=profile)
     sliced = sliced_graph(step.graph, rules, Slicing((1, 2, 3, 4), 4))
-    costs = sliced_costs(problem, sliced)
+    costs = sliced_costs(problem, sliced, [0] * len(sliced.graph.ops))
     by_name = dict(zip((op.name for op in costs.graph.ops), costs.profile.op_time_s, strict=True))
     scratch = dict(
         zip((op.name for op in costs.graph.ops), costs.profile.op_workspace_bytes, strict=True)
