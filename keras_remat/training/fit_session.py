@@ -22,7 +22,6 @@ from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.installed import Caller, check_train_function
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
@@ -99,8 +98,6 @@ class FitSession:
         self._asides_left = _MOST_ASIDES
         self._is_unmodified = False  # whether Keras's own step runs to the end
         self._between = Pace(options.profile_steps)  # of looks at what is held between steps
-        #: Where nothing is measured: the costs of the plain step, and the peak that is predicted.
-        self._unmeasured: tuple[Problem | None, int] = (None, 0)
 
     @property
     def plan(self) -> Plan | None:
@@ -354,19 +351,11 @@ class FitSession:
             self._between.looked(time.perf_counter() - started)
 
     def _predicted_peak_bytes(self) -> int:
-        """Returns the predicted peak where the allocator keeps no statistics, else 0.
-
-        The prediction does not change while the step stays.
-        """
-        plan, problem, backend = self.plan, self.problem, running_tools(self._fit).backend
-        if backend.device.has_statistics or problem is None:
+        """Returns the predicted peak where the allocator keeps no statistics, else 0."""
+        plan, costs, tools = self.plan, self._fit.record.running.costs, running_tools(self._fit)
+        if tools.backend.device.has_statistics or costs is None:
             return 0
-        if plan is not None:
-            return plan.predicted.peak_bytes
-        if self._unmeasured[0] is not problem:
-            order = Schedule.store_all(problem.graph)
-            self._unmeasured = problem, backend.memory.peak_bytes(problem, order)
-        return self._unmeasured[1]
+        return tools.costs.plain_peak_bytes(costs) if plan is None else plan.predicted.peak_bytes
 
     def stop(self) -> None:
         """Ends recordings and solvers, and drops the ``fit``, which has ended, and its data; see
