@@ -274,7 +274,7 @@ def validation_samples(model: Any) -> int | None:
     return None if told is None else told[0]
 
 
-def validate_in(model: Any, data: tuple[Any, Any, Any], batch_size: int) -> None:
+def validate_in(model: Any, data: tuple[Any, ...], batch_size: int) -> None:
     """Makes ``fit`` validate in batches of another size, as its ``validation_batch_size`` would.
 
     Args:

@@ -94,32 +94,28 @@ def innermost(*names: str) -> FrameType | None:
 
 
 def data_of_fit(model: Any) -> tuple[Any, ...]:
-    """Returns inputs, targets and weights as the innermost ``fit`` was given them, where it is one
-    of ``model``; nothing else may keep them."""
-    names = _variables_of_fit(model)
-    return tuple(names.get(name) for name in ("x", "y", "sample_weight")) if names else ()
+    """Returns inputs, targets and weights as the innermost ``fit`` was given them; nothing where
+    that ``fit`` trains another model. Nothing else may keep them."""
+    return _variables_of_fit(model, "x", "y", "sample_weight")
 
 
-def validation_of_fit(model: Any) -> tuple[Any, Any, Any] | None:
-    """Returns the inputs, targets and weights that the innermost ``fit`` validates with; ``None``
+def validation_of_fit(model: Any) -> tuple[Any, ...]:
+    """Returns the inputs, targets and weights that the innermost ``fit`` validates with; nothing
     where that ``fit`` trains another model."""
-    names = _variables_of_fit(model)
-    given = ("val_x", "val_y", "val_sample_weight")
-    return (names.get(given[0]), names.get(given[1]), names.get(given[2])) if names else None
+    return _variables_of_fit(model, "val_x", "val_y", "val_sample_weight")
 
 
 def validation_batches_are_told(model: Any) -> bool:
     """Returns whether the user gave the size or number of validation batches to the innermost
     ``fit``, where that trains ``model``."""
-    names = _variables_of_fit(model)
-    return bool(names.get("validation_batch_size") or names.get("validation_steps"))
+    return any(_variables_of_fit(model, "validation_batch_size", "validation_steps"))
 
 
-def _variables_of_fit(model: Any) -> dict[str, Any]:
-    """Returns the variables of the innermost ``fit``; none where it trains another model."""
+def _variables_of_fit(model: Any, *names: str) -> tuple[Any, ...]:
+    """Returns variables of the innermost ``fit``; none where it trains another model."""
     frame = innermost("fit")
-    names = {} if frame is None else _variables(frame)
-    return names if names.get("self") is model else {}
+    variables = {} if frame is None else _variables(frame)
+    return tuple(map(variables.get, names)) if variables.get("self") is model else ()
 
 
 def trains_alone(iterator: Any) -> bool:

@@ -133,7 +133,7 @@ class Validation:
             trained = -(-trained // costs.micro_batches)
         need, samples = ValidationNeed.of(problem, trained, size, self._factor), None
         data, data_bytes = validation_of_fit(self._model), 0.0
-        if data is not None and (samples := validation_samples(self._model)):
+        if data and (samples := validation_samples(self._model)):
             data_bytes = _array_bytes(data) / samples
         resident = max(need.resident_bytes, self._device.in_use_bytes())
         return replace(need, resident_bytes=resident, data_bytes=data_bytes, samples=samples)
@@ -143,7 +143,7 @@ class Validation:
         most, samples = need.fitting_size(limit), validation_samples(self._model)
         may_cut = most > 0 and samples is not None and validates_sample_wise(self._model)
         is_told = validation_batches_are_told(self._model)
-        if data is None or samples is None or is_told or not may_cut:
+        if not data or samples is None or is_told or not may_cut:
             if not self._has_warned:
                 news = tell.large_validation(need.size, need.needed_bytes, limit, most)
                 self._fit.warn(*news)
