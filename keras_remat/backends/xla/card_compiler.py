@@ -111,7 +111,7 @@ class CardCompiler:
             pickle.dump((target, module), process.stdin)
             process.stdin.flush()
             return pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError):
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last: of half an answer
             status = process.wait()
             self._errors.seek(0)
             told = self._errors.read().decode(errors="replace").strip()[-_ERRORS_SHOWN:]
@@ -119,6 +119,9 @@ class CardCompiler:
                 f"The process that compiles for cards ended with {status}, for want of "
                 f"memory for instance. It said: {told}"
             ) from None
+        except BaseException:  # Ctrl-C: the answer that is to come is not that of the next step
+            _end(process)
+            raise
 
     def _started(self) -> subprocess.Popen[bytes]:
         with self._starting:
