@@ -29,7 +29,7 @@ from rows import version_of
 
 from keras_remat.backends.jax import JaxBackend
 from keras_remat.backends.jax import lower as lowering
-from keras_remat.backends.jax.measure import memory
+from keras_remat.backends.jax.measure import added_bytes
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.module_costs import Costs, costs
 from keras_remat.backends.xla.ways import Written
@@ -129,7 +129,7 @@ class Step:
             self.traced = backend.trace(model, batch)
             written = replace(self.traced, target=compile_for or target)
             compiled = lowering.lower_plain(written)
-        self.added_bytes = memory(compiled).added_bytes
+        self.added_bytes = added_bytes(compiled)
         self.costs = costs(compiled.as_text(), target.rates)
 
 
@@ -187,7 +187,7 @@ class Ours:
         else:
             compiled = self._written[schedule].step
             of = costs(compiled.as_text(), self._target.rates)
-            found = told("ours", memory(compiled).added_bytes, of)
+            found = told("ours", added_bytes(compiled), of)
         return {"ours": "kept", "compilations": compilations} | found
 
 

@@ -221,7 +221,7 @@ def run_case(name, case, scale, budget, steps):
     import jax
 
     from keras_remat.backends.jax.lower import lower_plain
-    from keras_remat.backends.jax.measure import copy_state, device_statistic, memory
+    from keras_remat.backends.jax.measure import added_bytes, device_statistic
     from keras_remat.backends.jax.private import state_values
     from keras_remat.backends.jax.trace import trace
 
@@ -233,8 +233,9 @@ def run_case(name, case, scale, budget, steps):
         compiled = lower_plain(trace(model, batch))
     result["compile_s"] = time.perf_counter() - started
     result["compile_cpu_s"] = time.process_time() - started_cpu
-    used = memory(compiled)
-    state, losses, wall, cpu = copy_state(state_values(model)), [], [], []
+    sizes = compiled.memory_analysis()
+    state = jax.tree.map(jax.numpy.copy, state_values(model))
+    losses, wall, cpu = [], [], []
     batch = jax.device_put(batch)
     for _ in range(steps):
         t, c = time.perf_counter(), time.process_time()
@@ -245,8 +246,8 @@ def run_case(name, case, scale, budget, steps):
         losses.append(float(logs["loss"]))
     return {
         **result,
-        "temp": used.temp_bytes,
-        "peak": used.peak_bytes,
+        "temp": sizes.temp_size_in_bytes,
+        "peak": sizes.argument_size_in_bytes + added_bytes(compiled),
         "time_s": statistics.median(wall[1:]),
         "cpu_s": min(cpu[1:]),
         "losses": losses[:LOSS_STEPS],

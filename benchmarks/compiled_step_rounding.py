@@ -41,7 +41,7 @@ def trained(name, case, weights, smooth):
 
     from keras_remat.backends.jax import backend
     from keras_remat.backends.jax.lower import lower, lower_plain
-    from keras_remat.backends.jax.measure import copy_state, memory
+    from keras_remat.backends.jax.measure import added_bytes
     from keras_remat.backends.jax.private import state_values
     from keras_remat.core.problem import Problem
     from keras_remat.core.schedule import Schedule
@@ -66,14 +66,17 @@ def trained(name, case, weights, smooth):
     if case == "kept":
         step = lower(traced, Schedule.store_all(problem.graph))
     elif case == "half":
-        used = memory(lower_plain(traced))
-        limit = used.peak_bytes - used.temp_bytes // 2
+        plain = lower_plain(traced)
+        sizes = plain.memory_analysis()
+        peak = sizes.argument_size_in_bytes + added_bytes(plain)
+        limit = peak - sizes.temp_size_in_bytes // 2
         solver = device.auto_solver
         found = within_budget(problem, limit, device.memory, solver=solver, time_limit_s=10.0)
         step = lower(traced, found.schedule)
     else:
         step = lower_plain(traced)
-    state, losses, updates = copy_state(state_values(model)), [], np.zeros(0)
+    state = jax.tree.map(jax.numpy.copy, state_values(model))
+    losses, updates = [], np.zeros(0)
     for number in range(STEPS):
         before = [np.asarray(v, "float64") for v in state[0]]
         logs, state = step(state, batch)

@@ -74,7 +74,7 @@ def writings(traced: Any, schedule: Any, card_name: str) -> dict[str, Any]:
     """Returns bytes, and roofline time as a share of the plain step's, of all ways to write a
     schedule down, counted from the compiled modules."""
     from keras_remat.backends.jax import lower as lowering
-    from keras_remat.backends.jax.measure import memory
+    from keras_remat.backends.jax.measure import added_bytes
     from keras_remat.core.writing import Writing
 
     rates = card(card_name).rates
@@ -85,7 +85,7 @@ def writings(traced: Any, schedule: Any, card_name: str) -> dict[str, Any]:
     plain, found = seconds(lowering.lower_plain(traced)), {}
     for writing in Writing:
         name, compiled = writing.name.lower(), lowering.lower(traced, schedule, writing)
-        found[f"{name}_mib"] = memory(compiled).added_bytes / MIB
+        found[f"{name}_mib"] = added_bytes(compiled) / MIB
         found[f"{name}_time"] = seconds(compiled) / plain
     return found
 

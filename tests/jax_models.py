@@ -6,6 +6,18 @@ import numpy as np
 from keras import layers
 
 
+def copy_state(state):
+    """A copy of every array: a step consumes those that it is given."""
+    import jax  # these models are for all frameworks
+
+    return jax.tree.map(jax.numpy.copy, state)
+
+
+def temp_bytes(compiled):
+    """Bytes that are alive only during a call of a compiled step."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def mixer(blocks=2, tokens=32, dim=64, dropout=0.1, optimizer="sgd"):
     """Blocks of dense layers with normalization, dropout and skip connections."""
     inputs = x = layers.Input((tokens, dim))

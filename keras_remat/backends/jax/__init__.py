@@ -26,10 +26,10 @@ from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import AbsentDevice, Device
 from keras_remat.backends.jax.kinds import kinds_of
 from keras_remat.backends.jax.measure import (
+    added_bytes,
     check_device,
     is_out_of_memory,
     live_target,
-    memory,
     refused,
 )
 from keras_remat.backends.jax.processes import JaxProcesses
@@ -59,13 +59,13 @@ class LoweredStep:
 
     def __init__(self, traced: JaxTracedStep, schedule: Schedule, compiled: Any, device: Device):
         self.traced, self.schedule, self.compiled = traced, schedule, compiled
-        self._used, self._device, self._has_run = memory(compiled), device, False
+        self._added_bytes, self._device, self._has_run = added_bytes(compiled), device, False
 
     def __call__(self, batch: Any) -> Any:
         first, self._has_run = not self._has_run, True
         device, model = self._device, self.traced.model
         try:
-            return device.run(model, self.compiled, batch, self._used, first=first)
+            return device.run(model, self.compiled, batch, self._added_bytes, first=first)
         except private.InvalidValueError as error:  # JAX was asked to look for NaNs
             state = device.current_state(model)
             private.raise_where_invalid(error, self.traced.train_step, state, batch)
@@ -152,16 +152,12 @@ class JaxBackend:
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> JaxTracedStep:
         arrays = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
         runs = arrays or batch is self._asked
-        known = (
-            []
-            if runs
-            else [
-                t
-                for t in self._traced.values()
-                if t.micro_batches == micro_batches and t.whole is None
-            ]
-        )
-        like = known[-1] if known else None
+        known = [
+            one
+            for one in self._traced.values()
+            if one.micro_batches == micro_batches and one.whole is None
+        ]
+        like = known[-1] if known and not runs else None
         own_step = self.device.own_step(model)
         state, target = self.device.state, self.target
         traced = tracing.trace(model, batch, micro_batches, like, state, own_step, target)
@@ -280,7 +276,7 @@ class JaxBackend:
             if not is_out_of_memory(error):
                 raise
             return traced.target.total_bytes or self.device.total_bytes()
-        return memory(compiled).added_bytes
+        return added_bytes(compiled)
 
     def _compiled_time_s(self, problem: Problem, schedule: Schedule | None) -> float | None:
         """Returns the seconds of a step compiled for a card that is not there, by the card's

@@ -38,11 +38,10 @@ from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
 from keras_remat.backends.jax.measure import (
-    StepMemory,
+    added_bytes,
     counted_devices,
     device_statistic,
     first_device,
-    memory,
 )
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.sharding import held_bytes
@@ -89,8 +88,8 @@ class Device:
         self.times_forgotten = 0
         self._own_step: Any = None
         self.step_times = StepTimes(estimated_profile)
-        #: Shapes of a batch → memory of Keras's own step that ran on it, and the batch's bytes.
-        self._plain: dict[Any, tuple[StepMemory, int]] = {}
+        #: Shapes of a batch → bytes that Keras's own step on it adds, and the batch's bytes.
+        self._plain: dict[Any, tuple[int, int]] = {}
         self._peak_before: int | None = None
         self._kept: _Kept | None = None  # of the state before the next step
         self._put_back: _Kept | None = None  # the copies that the state equals after a failed step
@@ -108,7 +107,7 @@ class Device:
         model: Any,
         step: Callable[[Any, Any], Any],
         batch: Any,
-        used: StepMemory,
+        needed_bytes: int,
         *,
         first: bool = False,
     ) -> Any:
@@ -118,7 +117,7 @@ class Device:
             model: the model of the state.
             step: consumes the state and returns the new one, in the same containers.
             batch: the batch it trains.
-            used: the memory it allocates.
+            needed_bytes: bytes it needs beside state and batch.
             first: whether it has not run before.
         """
         kept, self._kept = self._kept, None
@@ -127,7 +126,7 @@ class Device:
         state = self._consumable(self.current_state(model))
         if self._is_measuring:
             self._expected_peak_bytes = max(
-                self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
+                self._expected_peak_bytes, self.in_use_bytes() + needed_bytes
             )
         started = time.perf_counter()
         with interrupts.put_off():  # until the new state is kept
@@ -210,13 +209,12 @@ class Device:
         if first:
             # JAX compiles a program once: this is the executable that the train function will find
             started = time.perf_counter()
-            used = memory(
-                compile_step(self.own_step(model), private.state_specs(model, self.state), specs)
-            )
+            state_specs = private.state_specs(model, self.state)
+            added = added_bytes(compile_step(self.own_step(model), state_specs, specs))
             batch_bytes = sum(
                 math.prod(spec.shape) * spec.dtype.itemsize for spec in jax.tree.leaves(specs)
             )
-            self._plain[key] = used, batch_bytes // len(counted_devices())
+            self._plain[key] = added, batch_bytes // len(counted_devices())
             self._compile_s += time.perf_counter() - started
         return self.run(
             model,
@@ -255,7 +253,7 @@ class Device:
         """Returns the most bytes that Keras's own steps can have taken since the watch began. It is
         the allocator's peak if that rose, else the bytes in use and the most that one of the steps
         adds to them."""
-        added = max((used.added_bytes + batch for used, batch in self._plain.values()), default=0)
+        added = max(map(sum, self._plain.values()), default=0)
         expected, peak = self.in_use_bytes() + added, device_statistic("peak_bytes_in_use")
         if peak is None:
             return expected

@@ -59,6 +59,10 @@ class FlatProgram:
         shards = self.shards or (1,) * len(self.avals)
         return tuple(nbytes(a) // n for a, n in zip(self.avals, shards, strict=True))
 
+    def aval(self, atom: Any) -> Any:
+        """Returns the abstract value of a number or literal."""
+        return self.avals[atom] if isinstance(atom, int) else atom.aval
+
     def describe(self, number: int) -> tuple[tuple[int, ...], str]:
         """Returns shape and dtype of a number."""
         aval = self.avals[number]
@@ -95,9 +99,11 @@ def flatten(closed: Any, *, as_slices: bool = False) -> FlatProgram:
             constants[constant_numbers[id(value)]] = value
         return constant_numbers[id(value)]
 
-    def walk(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], scope: str) -> list[Any]:
+    def walk(closed: Any, arguments: Sequence[Any], scope: str) -> list[Any]:
+        jaxpr = closed.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
-        env.update((v, constant(c, v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+        consts = zip(jaxpr.constvars, closed.consts, strict=True)
+        env.update((v, constant(c, v.aval)) for v, c in consts)
 
         def read(atom: Any) -> Any:
             return atom if isinstance(atom, private.Literal) else env[atom]
@@ -111,7 +117,7 @@ def flatten(closed: Any, *, as_slices: bool = False) -> FlatProgram:
                 continue
             called = private.called_jaxpr(eqn, as_slices=as_slices)
             if called is not None:
-                env.update(zip(eqn.outvars, walk(*called, inputs, inner_scope), strict=True))
+                env.update(zip(eqn.outvars, walk(called, inputs, inner_scope), strict=True))
                 continue
             key = _identity(eqn, inputs)
             if key not in computed:
@@ -123,7 +129,7 @@ def flatten(closed: Any, *, as_slices: bool = False) -> FlatProgram:
             env.update(zip(eqn.outvars, computed[key], strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    outputs = walk(closed.jaxpr, closed.consts, range(n_inputs), "")
+    outputs = walk(closed, range(n_inputs), "")
     equations = _drop_dead(equations, outputs)
     return _renumbered(equations, avals, n_inputs, constants, outputs)
 

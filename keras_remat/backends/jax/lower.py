@@ -10,7 +10,7 @@ import jax
 
 from keras_remat.backends.jax import absent_device, private
 from keras_remat.backends.jax.kinds import CONVOLUTION, copied_operands, kinds_of
-from keras_remat.backends.jax.measure import memory
+from keras_remat.backends.jax.measure import added_bytes
 from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.jax.writer import writer_of
@@ -77,7 +77,7 @@ def lower_within(
 
 def written(step: Any, writing: Writing | None = None) -> Written:
     """Returns a ``jax.stages.Compiled`` with the bytes it takes."""
-    return Written(step, memory(step).added_bytes, writing)
+    return Written(step, added_bytes(step), writing)
 
 
 def ways_of(traced: JaxTracedStep) -> Ways:
@@ -146,8 +146,5 @@ def _written(
     if mesh_of(state_specs) is not None:  # the new state lies like the old one, as in Keras
         out = (None, jax.tree.map(lambda x: x.sharding, state_specs))
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state_specs, batch_specs)
-
-    def compiled() -> Any:
-        return lowered.compile()
-
+    compiled: Callable[[], Any] = lowered.compile
     return compiled

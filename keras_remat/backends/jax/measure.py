@@ -18,44 +18,14 @@ Known limit: on a CPU, scratch memory that a library behind one operation alloca
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 
 from keras_remat.core.target import Target, live
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.units import format_bytes
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Holds the bytes that XLA's buffer assignment allocates for one call of a compiled step.
-
-    Args:
-        argument_bytes: bytes of state and batch.
-        output_bytes: bytes of logs and new state.
-        alias_bytes: bytes of the outputs that are in donated arguments.
-        temp_bytes: bytes alive only during the call.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Returns the bytes that the call needs at once."""
-        return self.argument_bytes + self.added_bytes
-
-    @property
-    def added_bytes(self) -> int:
-        """Returns the bytes that the call needs beside its arguments."""
-        return self.output_bytes - self.alias_bytes + self.temp_bytes
-
 
 OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
@@ -118,8 +88,8 @@ def check_device(target: Target) -> str | None:
     )
 
 
-def memory(compiled: Any) -> StepMemory:
-    """Returns the bytes that a ``jax.stages.Compiled`` allocates.
+def added_bytes(compiled: Any) -> int:
+    """Returns the bytes that a call of a ``jax.stages.Compiled`` needs beside its arguments.
 
     Raises:
         RuntimeError: this platform's compiler has no memory analysis.
@@ -127,22 +97,8 @@ def memory(compiled: Any) -> StepMemory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise RuntimeError("this platform's compiler has no memory analysis")
-    return memory_of(stats)
-
-
-def memory_of(stats: Any) -> StepMemory:
-    """Returns a compiler's memory analysis in this package's terms."""
-    return StepMemory(
-        int(stats.argument_size_in_bytes),
-        int(stats.output_size_in_bytes),
-        int(stats.alias_size_in_bytes),
-        int(stats.temp_size_in_bytes),
-    )
-
-
-def copy_state(state: Any) -> Any:
-    """Returns a copy of every array, so that the original survives donation."""
-    return jax.tree.map(jnp.copy, state)
+    new_outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(new_outputs + stats.temp_size_in_bytes)
 
 
 def counted_devices() -> list[Any]:

@@ -65,27 +65,23 @@ HIGH_CALL = "call_hi_primitive"
 ``jax.checkpoint`` with ``jax_remat3``."""
 
 
-def called_jaxpr(eqn: Any, *, as_slices: bool = False) -> tuple[Any, Sequence[Any]] | None:
-    """Returns the jaxpr an equation merely calls and its constants, or ``None`` when the equation
-    is an operation.
+def called_jaxpr(eqn: Any, *, as_slices: bool = False) -> Any:
+    """Returns the closed jaxpr an equation merely calls, or ``None`` when the equation is an
+    operation.
 
     Args:
         eqn: of a jaxpr.
         as_slices: whether a ``split`` is taken for a call of slices.
     """
     if as_slices and eqn.primitive.name == "split":
-        cut = _slices(eqn)
-        return cut.jaxpr, cut.consts
+        return _slices(eqn)
     if eqn.primitive.name == HIGH_CALL:
-        expanded = _expanded(eqn.params["_prim"])
-        return expanded.jaxpr, expanded.consts
+        return _expanded(eqn.params["_prim"])
     held = [eqn.params[parameter] for parameter in _CALLED if parameter in eqn.params]
     if eqn.primitive.name not in CALLS or not held:
         return None
     (inner,) = held
-    if isinstance(inner, core.ClosedJaxpr):
-        return inner.jaxpr, inner.consts
-    return inner, ()
+    return closed(inner)
 
 
 def is_identity(eqn: Any, scope: str) -> bool:
@@ -111,8 +107,7 @@ def _expanded(called: Any) -> Any:
     def run(*leaves: Any) -> Any:
         return called.expand(*jax.tree.unflatten(called.in_tree, leaves))
 
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in called.in_avals_flat]
-    return jax.make_jaxpr(run)(*shapes)
+    return traced_body(run, called.in_avals_flat)
 
 
 def _slices(eqn: Any) -> Any:
@@ -125,8 +120,7 @@ def _slices(eqn: Any) -> Any:
             for begin, end in zip([0, *ends], ends, strict=False)
         ]
 
-    whole = eqn.invars[0].aval
-    return jax.make_jaxpr(run)(jax.ShapeDtypeStruct(whole.shape, whole.dtype))
+    return traced_body(run, [eqn.invars[0].aval])
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
@@ -268,11 +262,11 @@ def state_specs(model: Any, state: State | None = None) -> State:
     """Returns shapes and dtypes of the trainer's state, and under a distribution its shardings.
     While ``fit`` has taken the values off the variables, this works if it is given ``state``."""
     if keras.distribution.distribution() is not None:
-        specs: State = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            state_values(model) if state is None else state,
+        state = state_values(model) if state is None else state
+        return tuple(
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in group]
+            for group in state
         )
-        return specs
     return tuple(
         [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group]
         for group in state_variables(model)
@@ -384,10 +378,10 @@ def update_metrics(
 ) -> tuple[Any, Any]:
     """Returns the logs and the metrics' new variables after a batch, as Keras's own ``train_step``
     does."""
-    logs, new_metrics = model._update_metrics_variables(
+    updated: tuple[Any, Any] = model._update_metrics_variables(
         metrics, loss, x, y, predicted, sample_weight
     )
-    return logs, new_metrics
+    return updated
 
 
 def distributed_client() -> Any:
@@ -414,17 +408,16 @@ def with_shapes(eqn: Any, params: dict[str, Any], given: Sequence[Any], made: Se
     return eqn.replace(invars=invars, outvars=[core.Var(aval) for aval in made], params=params)
 
 
-def _only_equation(function: Any, *avals: Any) -> Any:
-    """Returns the only equation that a function is traced to."""
-    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    (eqn,) = jax.make_jaxpr(function)(*specs).eqns
-    return eqn
-
-
 def traced_body(function: Any, avals: Sequence[Any]) -> Any:
-    """Traces a function as the body of a loop."""
+    """Returns a function of values with these shapes and dtypes as a closed jaxpr."""
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     return jax.make_jaxpr(function)(*specs)
+
+
+def _only_equation(function: Any, *avals: Any) -> Any:
+    """Returns the only equation that a function is traced to."""
+    (eqn,) = traced_body(function, avals).eqns
+    return eqn
 
 
 def cut_equation(aval: Any, start: Sequence[int], stop: Sequence[int]) -> Any:

@@ -11,11 +11,11 @@ both cases, because op times decide about a plan by their ratios.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from keras_remat.backends.jax import private
-from keras_remat.backends.jax.flatten import nbytes
+from keras_remat.backends.jax.flatten import FlatProgram, nbytes
 from keras_remat.backends.jax.kinds import (
     CONVOLUTION,
     KERNEL_GRADIENT,
@@ -33,7 +33,7 @@ from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import INDEX_BYTES, op_time_s
 from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
-from keras_remat.core.target import Rates, Target
+from keras_remat.core.target import Rates
 from keras_remat.units import MIB
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
@@ -65,7 +65,7 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) 
     target = traced.target
     return Profile(
         tuple(_seconds(traced, op, target.rates) for op in traced.graph.ops),
-        tuple(_workspace_bytes(traced, op.id, target) for op in traced.graph.ops),
+        tuple(_workspace_bytes(traced, op.id) for op in traced.graph.ops),
         max(resident_bytes or 0, sum(v.nbytes for v in traced.graph.values if v.producer is None)),
         source="estimated",
         device=target.device,
@@ -74,23 +74,19 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) 
 
 
 def _seconds(traced: JaxTracedStep, op: Op, rates: Rates) -> float:
-    avals, shards = traced.program.avals, traced.program.shards
-    flops = math.fsum(
-        _flops(traced.program.equations[at], avals, rates) for at in traced.handles[op.id]
-    )
+    program, shards = traced.program, traced.program.shards
+    flops = math.fsum(_flops(program.equations[at], program, rates) for at in traced.handles[op.id])
     flops /= shards[traced.numbers[op.outputs[0]]] if shards and op.outputs else 1
     return op_time_s(traced, op, KINDS, flops, rates)
 
 
-def _flops(equation: Equation, avals: Sequence[Any], rates: Rates) -> float:
+def _flops(equation: Equation, program: FlatProgram, rates: Rates) -> float:
     """Counts the arithmetic of one equation in FLOPs of a 32-bit product. Multiplications and
     additions count apart."""
     params = equation.source.params
-    shape = [
-        a.aval.shape if isinstance(a, private.Literal) else avals[a].shape for a in equation.inputs
-    ]
-    out = avals[equation.outputs[0]].shape if equation.outputs else ()
-    of_two_bytes = any(avals[a].dtype.itemsize == 2 for a in equation.reads)
+    shape = [program.aval(atom).shape for atom in equation.inputs]
+    out = program.avals[equation.outputs[0]].shape if equation.outputs else ()
+    of_two_bytes = any(program.avals[a].dtype.itemsize == 2 for a in equation.reads)
     each = rates.half_flop if of_two_bytes else 1.0
     if equation.kind == PRODUCT:
         (contracted, _), _ = params["dimension_numbers"]
@@ -132,23 +128,18 @@ def _body_flops(jaxpr: Any) -> float:
     return total
 
 
-def _workspace_bytes(traced: JaxTracedStep, op_id: int, target: Target) -> int:
+def _workspace_bytes(traced: JaxTracedStep, op_id: int) -> int:
     """Returns the most bytes alive only inside one op: in the body of a loop or of the larger
     branch, or in the buffers of an expanded primitive."""
     equations = [traced.program.equations[at] for at in traced.handles[op_id]]
-    sizes = traced.program.sizes
-    if target.on_gpu:
-        expanded = [_gpu_buffer_bytes(e, traced) for e in equations]
-    else:
-        expanded = [_cpu_buffer_bytes(e, sizes) for e in equations]
-    buffers: list[int] = [0, *(_bodies_bytes(e.source, e.kind) for e in equations), *expanded]
-    return max(buffers)
+    expanded = _gpu_buffer_bytes if traced.target.on_gpu else _cpu_buffer_bytes
+    return max(max(_bodies_bytes(e.source, e.kind), expanded(e, traced)) for e in equations)
 
 
-def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
+def _cpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
     """Returns the bytes of the buffers that XLA:CPU expands a primitive into, beside its operands
     and result."""
-    result = sum(sizes[number] for number in equation.outputs[:1])
+    result = sum(traced.program.sizes[number] for number in equation.outputs[:1])
     if equation.kind == POOLING_GRADIENT:
         return POOLING_BUFFERS * result // pooling_pieces(equation.source)
     if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding
 
-from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS
+from keras_remat.backends.jax.flatten import FlatProgram
+from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS, PRODUCT
 from keras_remat.backends.xla.fusion import Equation
 
 Layout = tuple[Any, ...]
@@ -54,40 +55,36 @@ def count(layout: Layout, mesh: jax.sharding.Mesh) -> int:
 
 
 def layouts(
-    equations: Sequence[Equation],
-    avals: Sequence[Any],
-    given: Sequence[jax.ShapeDtypeStruct],
-    mesh: jax.sharding.Mesh,
+    program: FlatProgram, given: Sequence[jax.ShapeDtypeStruct], mesh: jax.sharding.Mesh
 ) -> tuple[Layout, ...]:
     """Returns the layout of every number of a program.
 
     Args:
-        equations: in program order.
-        avals: abstract value of every number.
+        program: the whole step.
         given: the inputs, which have shardings; constants are on every device.
         mesh: the devices.
     """
     found = {at: layout_of(spec.sharding, len(spec.shape)) for at, spec in enumerate(given)}
 
     def of(atom: Any) -> Layout:
-        if not isinstance(atom, int):
-            return (None,) * len(atom.aval.shape)
-        return found.setdefault(atom, (None,) * len(avals[atom].shape))
+        nowhere = (None,) * len(shape(atom))
+        return found.setdefault(atom, nowhere) if isinstance(atom, int) else nowhere
 
     def shape(atom: Any) -> tuple[int, ...]:
-        return tuple((avals[atom] if isinstance(atom, int) else atom.aval).shape)
+        return tuple(program.aval(atom).shape)
 
-    for equation in equations:
+    for equation in program.equations:
         inputs = [(of(a), shape(a)) for a in equation.inputs]
         for out in equation.outputs:
             found[out] = _legal(_result(equation, inputs, shape(out)), shape(out), mesh)
-    for equation in reversed(equations):  # random and filled values take their reader's layout
+    # random and filled values take their reader's layout
+    for equation in reversed(program.equations):
         if equation.kind in KINDS.elementwise | KINDS.random:
             out = equation.outputs[0]
             for atom in equation.reads:
                 if shape(atom) == shape(out) and not any(of(atom)) and atom >= len(given):
                     found[atom] = of(out)
-    return tuple(of(number) for number in range(len(avals)))
+    return tuple(of(number) for number in range(len(program.avals)))
 
 
 def _legal(layout: Layout, shape: Sequence[int], mesh: jax.sharding.Mesh) -> Layout:
@@ -118,7 +115,7 @@ def _result(
         for at, to in enumerate(params["broadcast_dimensions"]):
             result[to] = inputs[0][0][at] if inputs[0][1][at] == shape[to] else None
         return tuple(result)
-    if kind == "dot_general":
+    if kind == PRODUCT:
         return _product(params["dimension_numbers"], inputs[0][0], inputs[1][0])
     if kind in (CONVOLUTION, KERNEL_GRADIENT):
         numbers, result = params["dimension_numbers"], [None] * len(shape)

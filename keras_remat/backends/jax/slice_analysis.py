@@ -78,12 +78,12 @@ class Analysis:
 
     def shape(self, atom: Any) -> Shape:
         """Returns the shape of a number or literal."""
-        aval = self.program.avals[atom] if isinstance(atom, int) else atom.aval
-        return tuple(map(int, aval.shape))
+        shape: Shape = self.program.aval(atom).shape
+        return shape
 
     def operands(self, equation: Equation) -> Operands:
         """Returns the facts that rules look at."""
-        shapes = tuple(self.shape(atom) for atom in equation.inputs)
+        shapes = tuple(map(self.shape, equation.inputs))
         return Operands(equation.source, shapes, self.shape(equation.outputs[0]))
 
     # ---------------------------------------------------------------- axes
@@ -111,11 +111,13 @@ class Analysis:
         self, equation: Equation, known: Sequence[int | None]
     ) -> tuple[Sequence[Mode], Sequence[Mode]]:
         rule, operands = PARTS.get(equation.kind), self.operands(equation)
-        for axis in range(len(operands.result)) if rule else ():
-            modes = rule(operands, axis) if rule else None
-            told = [(k, m) for k, m in zip(known, modes or (), strict=False) if k is not None]
+        if rule is None:
+            return (), ()
+        for axis in range(len(operands.result)):
+            modes = rule(operands, axis) or ()
+            told = [(k, m) for k, m in zip(known, modes, strict=False) if k is not None]
             if any(k == m for k, m in told) and all(m in (k, None) for k, m in told):
-                return modes or (), [axis] * len(equation.outputs)
+                return modes, [axis] * len(equation.outputs)
         return (), ()
 
     # ---------------------------------------------------------------- equations

@@ -21,6 +21,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS, POOLING_GRADIENT
 from keras_remat.backends.slice_modes import SUM, Mode, Shape, same_place
 from keras_remat.backends.tables import names
+from keras_remat.backends.xla.fusion import Equation
 
 #: Modes of the inputs; ``None`` if the primitive cannot run so.
 Found = Sequence[Mode] | None
@@ -59,12 +60,12 @@ def _elementwise(op: Operands, axis: int) -> Found:
     return [axis if shape and shape[axis] == size else None for shape in op.shapes]
 
 
-def _all_but(*parameters: str) -> Callable[[Operands, int], Found]:
+def _all_but(parameter: str) -> Callable[[Operands, int], Found]:
     """Returns the rule of primitives that work along the axes in a parameter, and treat all other
     axes alike."""
 
     def rule(op: Operands, axis: int) -> Found:
-        used = next(op.params[name] for name in parameters if name in op.params)
+        used = op.params[parameter]
         axes = (used,) if isinstance(used, int) else tuple(used)
         rank = len(op.result)
         return None if axis in {one % rank for one in axes} else [axis] * len(op.shapes)
@@ -279,18 +280,17 @@ SUMS: Mapping[str, Callable[[Operands, Sequence[int]], Found]] = {
 
 
 def part_params(
-    kind: str, operands: Operands, modes: Sequence[Mode], part: Sequence[Shape], made: Shape
+    equation: Equation, modes: Sequence[Mode], part: Sequence[Any], made: Shape
 ) -> dict[str, Any]:
     """Returns the parameters of a part; they hold its shapes.
 
     Args:
-        kind: the primitive's name.
-        operands: operands of the whole equation.
+        equation: the whole equation.
         modes: mode of each input.
-        part: shapes of the inputs that the part reads.
+        part: avals of the inputs that the part reads.
         made: shape of its result.
     """
-    params = dict(operands.params)
+    kind, params = equation.kind, dict(equation.source.params)
     if kind == "reshape":
         params["new_sizes"] = made
     elif kind in ("broadcast_in_dim", "iota"):
@@ -298,12 +298,12 @@ def part_params(
     elif kind == "slice":
         (axis,) = (mode for mode in modes if isinstance(mode, int))
         limits = list(params["limit_indices"])
-        limits[axis] = part[0][axis]
+        limits[axis] = part[0].shape[axis]
         params["limit_indices"] = tuple(limits)
     elif kind == "dynamic_slice":
         params["slice_sizes"] = made
     elif kind == "gather" and isinstance(modes[0], int):
         axis, sizes = modes[0], list(params["slice_sizes"])
-        sizes[axis] = min(sizes[axis], part[0][axis])
+        sizes[axis] = min(sizes[axis], part[0].shape[axis])
         params["slice_sizes"] = tuple(sizes)
     return params

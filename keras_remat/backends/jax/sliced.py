@@ -25,9 +25,9 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import FlatProgram
 from keras_remat.backends.jax.kinds import SCAN
 from keras_remat.backends.jax.slice_analysis import Analysis, Loop
-from keras_remat.backends.jax.slice_rules import RANDOM, Operands, part_params
+from keras_remat.backends.jax.slice_rules import RANDOM, part_params
 from keras_remat.backends.jax.trace import JaxTracedStep
-from keras_remat.backends.slice_modes import Mode, Shape
+from keras_remat.backends.slice_modes import Mode
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.sliced import ProgramSlicer, ProgramWriter, SlicedEquation
 from keras_remat.core.slices import Role, SlicedGraph
@@ -119,25 +119,18 @@ def part_source(program: FlatProgram, one: SlicedEquation, count: int, part: int
     if one.is_whole:
         return equation.source
 
-    def aval_of(atom: Any, mode: Mode) -> Any:
-        return part_aval(program.avals[atom] if isinstance(atom, int) else atom.aval, mode, count)
+    def avals_of(atoms: Sequence[Any], modes: Sequence[Mode]) -> list[Any]:
+        both = zip(atoms, modes, strict=True)
+        return [part_aval(program.aval(atom), mode, count) for atom, mode in both]
 
-    given = [aval_of(a, m) for a, m in zip(equation.inputs, one.inputs, strict=True)]
-    made = [aval_of(a, m) for a, m in zip(equation.outputs, one.outputs, strict=True)]
+    given, made = avals_of(equation.inputs, one.inputs), avals_of(equation.outputs, one.outputs)
     if equation.kind == RANDOM:
         return private.bits_equation(given[0], made[0], part * prod(made[0].shape))
     if equation.kind == SCAN and one.loop is not None:
         params = equation.source.params | {"jaxpr": _part_of_body(one.loop, equation, count)}
     else:
-        shapes = tuple(_shape(a, program) for a in equation.inputs)
-        operands = Operands(equation.source, shapes, _shape(equation.outputs[0], program))
-        parts = [tuple(aval.shape) for aval in given]
-        params = part_params(equation.kind, operands, one.inputs, parts, tuple(made[0].shape))
+        params = part_params(equation, one.inputs, given, made[0].shape)
     return private.with_shapes(equation.source, params, given, made)
-
-
-def _shape(atom: Any, program: FlatProgram) -> Shape:
-    return tuple((program.avals[atom] if isinstance(atom, int) else atom.aval).shape)
 
 
 def _part_of_body(loop: Loop, equation: Equation, count: int) -> Any:

@@ -190,7 +190,7 @@ def trace(
     lying: tuple[Layout, ...] = ()
     if mesh is not None:
         given = jax.tree.leaves((state_specs, batch_specs))
-        lying = layouts(program.equations, program.avals, given, mesh)
+        lying = layouts(program, given, mesh)
         program = replace(program, shards=tuple(count(lies, mesh) for lies in lying))
     n_logs = len(jax.tree.leaves(out_shape[0]))
     graph, numbers, handles = fused_graph(

@@ -51,6 +51,37 @@ time. It is 1.09 in VGG16's plan for 0.7, where early updates take no time: it t
 late ones and 467.3 MiB with early ones."""
 
 
+#: A value, and the position of an order where it was computed.
+_Computed = tuple[int, int]
+
+
+def _read(graph: Graph, order: Sequence[int]) -> list[list[_Computed]]:
+    """Returns the computed values that are read at each position of an order."""
+    made: dict[int, int] = {}  # value → where it was computed last
+    read = []
+    for at, op_id in enumerate(order):
+        op = graph.ops[op_id]
+        read.append([(v, made[v]) for v in op.inputs if v in made])
+        made.update(dict.fromkeys(op.outputs, at))
+    return read
+
+
+def _fused(graph: Graph, order: Sequence[int], kinds: Kinds) -> dict[int, list[_Computed]]:
+    """Returns the positions of large results that XLA can compute in the kernels of their readers,
+    with the large values that each is made of."""
+    found, inside = {}, kinds.elementwise | kinds.cut
+    for at, read in enumerate(_read(graph, order)):
+        op, size = graph.ops[order[at]], _made_bytes(graph, order[at])
+        if op.kind in inside and len(op.outputs) == 1 and size >= HELD_BYTES:
+            found[at] = [one for one in read if graph.values[one[0]].nbytes * 8 >= size]
+    return found
+
+
+def _made_bytes(graph: Graph, op_id: int) -> int:
+    """Returns the bytes of an op's largest result."""
+    return max((graph.values[v].nbytes for v in graph.ops[op_id].outputs), default=0)
+
+
 def waiting(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
     """Returns the positions of an order whose results have to be held.
 
@@ -62,34 +93,24 @@ def waiting(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
         order: op ids, in the order they run.
         kinds: the framework's names.
     """
-    values, inside = graph.values, kinds.elementwise | kinds.cut
-    fusible = kinds.fusible | kinds.reductions
+    read, fusible = _read(graph, order), kinds.fusible | kinds.reductions
     first: dict[int, int] = {}  # op's position → where its result is read first
-    last: dict[tuple[int, int], int] = {}  # value and where it was computed → where it is read last
-    made: dict[int, int] = {}  # value → where it was computed last
-    read: dict[int, list[tuple[int, int]]] = {}  # position → large values, and where computed
+    last: dict[_Computed, int] = {}  # where it is read last
     products = []
     for at, op_id in enumerate(order):
-        op = graph.ops[op_id]
-        size = max((values[v].nbytes for v in op.outputs), default=0)
-        for value in op.inputs:
-            if value in made:
-                first.setdefault(made[value], at)
-                last[value, made[value]] = at
-        if op.kind in inside and len(op.outputs) == 1 and size >= HELD_BYTES:
-            large = [v for v in op.inputs if v in made and values[v].nbytes * 8 >= size]
-            read[at] = [(v, made[v]) for v in large]
-        elif op.kind not in fusible and size >= HELD_BYTES:
+        for one in read[at]:
+            first.setdefault(one[1], at)
+            last[one] = at
+        if graph.ops[op_id].kind not in fusible and _made_bytes(graph, op_id) >= HELD_BYTES:
             products.append(at)
-        made.update(dict.fromkeys(op.outputs, at))
 
-    def is_let_go(one: tuple[int, int], before: int) -> bool:
+    def is_let_go(one: _Computed, before: int) -> bool:
         after = bisect_right(products, last[one])
         return after < len(products) and products[after] < before
 
     return frozenset(
         at
-        for at, inputs in read.items()
+        for at, inputs in _fused(graph, order, kinds).items()
         if at in first and any(is_let_go(one, first[at]) for one in inputs)
     )
 
@@ -117,29 +138,26 @@ def needed(
     most = UNHELD_SHARE * alive.max(initial=0)
     ends = {(value, at): end for at, values in enumerate(reads) for value, end in values.items()}
     first = read_from_memory(graph, order, kinds, copying)
-    made: dict[int, int] = {}  # value → where it was computed last
-    parts: dict[int, frozenset[tuple[int, int]]] = {}  # position → values in its place
+    parts: dict[int, frozenset[_Computed]] = {}  # position → values in its place
     found: set[int] = set()
-    for at, op_id in enumerate(order):
-        op = graph.ops[op_id]
-        if at in asked:
-            result = op.outputs[0]
-            end = first.get(at, ends[result, at])
-            read = [parts.get(made[v], {(v, made[v])}) for v in op.inputs if v in made]
-            of = frozenset(part for those in read for part in those)
-            changed = alive[at + 1 : end + 1].copy()
-            stays = at in first or result in graph.ops[order[end]].may_reuse
-            changed[: len(changed) - stays] -= graph.values[result].nbytes
-            for value, born in of:
-                changed[max(0, ends[value, born] - at) :] += graph.values[value].nbytes
-            if changed.max(initial=0) > most:
-                found.add(at)
-            else:
-                alive[at + 1 : end + 1] = changed
-                ends.update({part: max(end, ends[part]) for part in of})
-                if at not in first:
-                    parts[at] = of
-        made.update(dict.fromkeys(op.outputs, at))
+    for at, inputs in enumerate(_read(graph, order)):
+        if at not in asked:
+            continue
+        result = graph.ops[order[at]].outputs[0]
+        end = first.get(at, ends[result, at])
+        of = frozenset(part for one in inputs for part in parts.get(one[1], {one}))
+        changed = alive[at + 1 : end + 1].copy()
+        stays = at in first or result in graph.ops[order[end]].may_reuse
+        changed[: len(changed) - stays] -= graph.values[result].nbytes
+        for value, born in of:
+            changed[max(0, ends[value, born] - at) :] += graph.values[value].nbytes
+        if changed.max(initial=0) > most:
+            found.add(at)
+        else:
+            alive[at + 1 : end + 1] = changed
+            ends.update({part: max(end, ends[part]) for part in of})
+            if at not in first:
+                parts[at] = of
     return frozenset(found)
 
 
@@ -156,17 +174,13 @@ def read_from_memory(
         copying: kinds of ops that read a copy in another layout; only that copy exists.
     """
     fusible = (kinds.fusible | kinds.reductions).union(copying)
-    made: dict[int, int] = {}  # value → where it was computed last
     first: dict[int, int] = {}
     found: set[int] = set()
-    for at, op_id in enumerate(order):
-        op = graph.ops[op_id]
-        for value in op.inputs:
-            if value in made:
-                first.setdefault(made[value], at)
-                if op.kind not in fusible:
-                    found.add(made[value])
-        made.update(dict.fromkeys(op.outputs, at))
+    for at, inputs in enumerate(_read(graph, order)):
+        for _, born in inputs:
+            first.setdefault(born, at)
+            if graph.ops[order[at]].kind not in fusible:
+                found.add(born)
     return {at: first[at] for at in found}
 
 
@@ -176,29 +190,18 @@ def apart(graph: Graph, order: Sequence[int], kinds: Kinds) -> frozenset[int]:
     Args:
         graph, order, kinds: as in :func:`waiting`.
     """
-    values, inside = graph.values, kinds.elementwise | kinds.cut
-    made: dict[int, int] = {}  # value → where it was computed last
-    last: dict[int, int] = {}  # position → where its result is read last
-    siblings: dict[tuple[int, int], list[int]] = defaultdict(list)
-    again: set[int] = set()
-    seen: set[int] = set()
-    for at, op_id in enumerate(order):
-        op = graph.ops[op_id]
-        size = max((values[v].nbytes for v in op.outputs), default=0)
-        last.update((made[v], at) for v in op.inputs if v in made)
-        if op.kind in inside and len(op.outputs) == 1 and size >= HELD_BYTES:
-            for v in op.inputs:
-                if v in made and values[v].nbytes * 8 >= size:
-                    siblings[v, made[v]].append(at)
-        if op_id in seen:
-            again.add(at)
-        seen.add(op_id)
-        made.update(dict.fromkeys(op.outputs, at))
+    # position → where its result is read last
+    last = {born: at for at, inputs in enumerate(_read(graph, order)) for _, born in inputs}
+    siblings: dict[_Computed, list[int]] = defaultdict(list)
+    for at, inputs in _fused(graph, order, kinds).items():
+        for one in inputs:
+            siblings[one].append(at)
+    first = {op_id: at for at, op_id in reversed([*enumerate(order)])}  # op → its first run
     return frozenset(
         later
         for readers in siblings.values()
         for later in readers
-        if any(at in again and last.get(at, later) < later for at in readers)
+        if any(first[order[at]] < at and last.get(at, later) < later for at in readers)
     )
 
 

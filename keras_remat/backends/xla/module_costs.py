@@ -21,7 +21,6 @@ from keras_remat.backends.tables import names
 from keras_remat.backends.xla.kernel_costs import kernel_time_s
 from keras_remat.core.target import Rates
 
-BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 #: An element of a tuple, as JAX 0.11.2's XLA writes it down.
 _ELEMENT = re.compile(r".+#\d+")
@@ -57,9 +56,10 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Returns the size in bytes."""
-        digits = re.search(r"\d+", self.kind)
-        bits = BITS.get(self.kind) or (int(digits[0]) if digits else 0)
-        return self.elements * bits // 8
+        if self.kind == "pred":
+            return self.elements
+        bits = re.search(r"\d+", self.kind)
+        return self.elements * int(bits[0]) // 8 if bits else 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     is_root: bool
-    number: int = 0  # of a parameter
 
     def of(self, pattern: str) -> str:
         """Returns the match of a pattern's group in its attributes; empty if there is none."""
@@ -152,16 +151,16 @@ class _Module:
         operands = [inside[name] for name in one.operands]
         if called:
             body = self.computations[called]
-            flops, weighted = self._flops(body)
-            moved = _fused_bytes(body, operands)
+            wanted = _wanted(body)
+            flops, weighted = self._fused_flops(body, wanted)
+            moved = _fused_bytes(body, wanted)
         else:
             flops, weighted = self._flops_of(one, operands)
             moved = sum(operand.nbytes for operand in operands) + one.nbytes
         return Costs(flops, moved, kernel_time_s(weighted, moved, self.rates))
 
-    def _flops(self, body: Computation) -> tuple[float, float]:
-        """Returns the same for a fusion; only elements that its kernel needs count."""
-        wanted = _wanted(body)
+    def _fused_flops(self, body: Computation, wanted: dict[str, int]) -> tuple[float, float]:
+        """Returns the same as :meth:`_flops_of` for a fusion; only wanted elements count."""
         found = []
         for one in body.values():
             share = wanted[one.name] / max(1, _elements(one))
@@ -212,7 +211,7 @@ def _convolution_flops(one: Instruction, operands: Sequence[Instruction], target
 def _wanted(body: Computation) -> dict[str, int]:
     """Returns instruction → how many of its elements a fusion's kernel computes: those that its
     results need."""
-    (root,) = (one for one in body.values() if one.is_root)
+    root = _root(body)
     wanted = dict.fromkeys(body, 0)
     wanted[root.name] = _elements(root)
     for one in reversed(body.values()):  # what reads an instruction stands below it
@@ -238,15 +237,18 @@ def _is_given(name: str, body: Computation) -> bool:
     return body[name].kind == "parameter"
 
 
-def _fused_bytes(body: Computation, operands: Sequence[Instruction]) -> int:
+def _root(body: Computation) -> Instruction:
+    (root,) = (one for one in body.values() if one.is_root)
+    return root
+
+
+def _fused_bytes(body: Computation, wanted: dict[str, int]) -> int:
     """Returns the bytes a fusion reads and writes."""
-    wanted = _wanted(body)
     moved = 0
     for one in body.values():
         if one.kind == "parameter":
-            share = wanted[one.name] / max(1, _elements(one))
-            moved += min(operands[one.number].nbytes, round(share * one.nbytes))
-    (root,) = (one for one in body.values() if one.is_root)
+            moved += round(wanted[one.name] / max(1, _elements(one)) * one.nbytes)
+    root = _root(body)
     results = [body[name] for name in root.operands] if root.kind == "tuple" else [root]
     return moved + sum(_written_bytes(result, body) for result in results)
 
@@ -294,13 +296,12 @@ def _instruction(line: str) -> Instruction:
     kind, _, rest = right[cut:].strip().partition("(")
     end = _closing("(" + rest) - 1
     operands = tuple(re.findall(r"%([^\s,()]+)", rest[:end]))
-    number = int(rest[:end]) if kind == "parameter" else 0
     arrays = tuple(
         Array(name, tuple(map(int, filter(None, dims.split(",")))))
         for name, dims in _ARRAY.findall(right[:cut])
     )
     name = left.removeprefix("ROOT ").removeprefix("%")
-    return Instruction(name, arrays, kind, operands, rest[end:], is_root, number)
+    return Instruction(name, arrays, kind, operands, rest[end:], is_root)
 
 
 def _closing(text: str) -> int:

@@ -572,13 +572,11 @@ class Run:
         of an image that XLA:CPU makes for the gradient of a convolution's kernel, and on a GPU the
         indices of the largest elements that the gradient of pooling looks for.
         """
+        image = self._kinds.pooling_gradients.get(equation.kind)
         if equation.kind in self._kinds.transposing and not inputs[0].late:
             self._guard_input(equation, inputs, 0, stale_ops=STALE_OPS)
-        elif (
-            equation.kind in self._kinds.pooling_gradients
-            and not inputs[self._kinds.pooling_gradients[equation.kind]].late
-        ):
-            self._guard_input(equation, inputs, self._kinds.pooling_gradients[equation.kind])
+        elif image is not None and not inputs[image].late:
+            self._guard_input(equation, inputs, image)
         elif self._writing is Writing.LOOSE or (
             self._writing is Writing.UPDATED and not self._turns_a_weight(equation)
         ):
@@ -588,11 +586,8 @@ class Run:
         elif self._writing is Writing.STRICT and equation.kind in self._kinds.elementwise:
             size = self._program.sizes[equation.outputs[0]]
             for at, atom in enumerate(equation.inputs):
-                if (
-                    isinstance(atom, int)
-                    and self._program.sizes[atom] * 8 <= size
-                    and not inputs[at].late
-                ):
+                is_small = isinstance(atom, int) and self._program.sizes[atom] * 8 <= size
+                if is_small and not inputs[at].late:
                     self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
 
     def _turns_a_weight(self, equation: Equation) -> bool:

@@ -9,7 +9,6 @@ from keras import layers
 
 import keras_remat
 from keras_remat.backends.jax.lower import lower, lower_plain
-from keras_remat.backends.jax.measure import copy_state, memory
 from keras_remat.backends.jax.private import state_values
 from keras_remat.backends.jax.trace import trace
 from keras_remat.core.schedule import Schedule
@@ -19,7 +18,7 @@ from keras_remat.errors import UnsupportedModelError
 def test_a_piece_starts_when_the_one_before_has_ended(monkeypatch):
     def temporary(count):
         model = models.convnet(size=32)
-        return memory(lower_plain(trace(model, models.batch(model), count))).temp_bytes
+        return models.temp_bytes(lower_plain(trace(model, models.batch(model), count)))
 
     whole = temporary(1)
     assert temporary(4) <= 0.4 * whole
@@ -80,7 +79,7 @@ def test_a_scaled_loss_is_cut_too():
     assert "LossScale" in type(model.optimizer).__name__
     batch = models.batch(model)
     traced = trace(model, batch, 2)
-    state = copy_state(state_values(model))
-    _, after = lower(traced, Schedule.store_all(traced.graph))(copy_state(state), batch)
+    state = models.copy_state(state_values(model))
+    _, after = lower(traced, Schedule.store_all(traced.graph))(models.copy_state(state), batch)
     assert all(np.isfinite(v).all() for v in after[0])
     assert any((a != b).any() for a, b in zip(after[0], state[0], strict=True))

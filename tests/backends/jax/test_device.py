@@ -18,11 +18,9 @@ from keras_remat.backends.jax import measure
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.diagnosis import diagnosis
 from keras_remat.backends.jax.lower import lower_plain
-from keras_remat.backends.jax.measure import StepMemory, memory
+from keras_remat.backends.jax.measure import added_bytes
 from keras_remat.backends.jax.trace import trace
 from keras_remat.units import GIB, MIB
-
-NOTHING = StepMemory(0, 0, 0, 0)
 
 
 def test_asking_for_statistics_changes_nothing(monkeypatch):
@@ -92,7 +90,7 @@ def test_a_guarded_step_that_fails_leaves_the_state_as_it_was():
     device.state = ([jnp.arange(3.0)], [jnp.uint32(7)])
     device.snapshot(None)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        device.run(None, failing, None, NOTHING)
+        device.run(None, failing, None, 0)
     np.testing.assert_array_equal(device.state[0][0], [0, 1, 2])
     assert int(device.state[1][0]) == 7
 
@@ -108,7 +106,7 @@ def test_ctrl_c_in_a_step_comes_once_the_new_state_is_kept():
     device = Device()
     device.state = ([jnp.zeros(2)],)
     with pytest.raises(KeyboardInterrupt):
-        device.run(None, interrupted, None, NOTHING)
+        device.run(None, interrupted, None, 0)
     np.testing.assert_array_equal(device.state[0][0], [1, 1])
 
 
@@ -117,7 +115,7 @@ def test_a_snapshot_guards_one_step_and_can_be_put_back_later():
     device.state = ([jnp.zeros(2)],)
     put_back = device.snapshot(None)
     for _ in range(2):
-        device.run(None, lambda state, batch: (None, ([state[0][0] + batch],)), 1.0, NOTHING)
+        device.run(None, lambda state, batch: (None, ([state[0][0] + batch],)), 1.0, 0)
     np.testing.assert_array_equal(device.state[0][0], [2, 2])
     put_back()
     np.testing.assert_array_equal(device.state[0][0], [0, 0])
@@ -145,7 +143,7 @@ def test_what_a_failed_step_had_not_consumed_stays_where_it_is():
     whole = device.state[0][1]
     put_back = device.snapshot(None)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        device.run(None, consumes_one, None, NOTHING)
+        device.run(None, consumes_one, None, 0)
     assert device.state[0][1] is whole
     restored = device.state[0][0]
     np.testing.assert_array_equal(restored, [0, 1, 2])
@@ -157,7 +155,7 @@ def test_what_is_put_back_takes_the_place_of_what_is_let_go(monkeypatch):
     device = Device()
     device.state = ([jnp.zeros(2), jnp.ones(2)],)
     put_back = device.snapshot(None)
-    device.run(None, lambda state, batch: (None, ([x + 1 for x in state[0]],)), None, NOTHING)
+    device.run(None, lambda state, batch: (None, ([x + 1 for x in state[0]],)), None, 0)
     trained, upload = device.state[0], jnp.array
 
     def checked(value):
@@ -191,7 +189,7 @@ def test_peak_is_what_is_in_use_and_what_the_compiled_step_adds():
     other = jnp.ones((8, MIB // 4))
     in_use = device.in_use_bytes()
     _, usage = device.measure(lambda: device.run_plain(model, model.train_function, batch))
-    assert usage.peak_bytes == in_use + memory(lower_plain(traced)).added_bytes
+    assert usage.peak_bytes == in_use + added_bytes(lower_plain(traced))
     assert usage.time_s > 0
     assert in_use >= other.nbytes
 
@@ -217,11 +215,11 @@ class FakeAllocator:
 def test_the_peak_of_a_first_run_is_not_the_steps(monkeypatch):
     """Kernels may have been chosen by running them; what the program allocates is known."""
     allocator, device = FakeAllocator(monkeypatch), Device()
-    device.state, used = (), StepMemory(0, 0, 0, 5 * MIB)
+    device.state = ()
     first, later, as_before = (
         device.measure(
             lambda peak=peak, first=first: device.run(
-                None, allocator.step(peak), None, used, first=first
+                None, allocator.step(peak), None, 5 * MIB, first=first
             )
         )[1].peak_bytes
         for peak, first in ((4 * GIB, True), (4 * GIB + MIB, False), (0, False))
@@ -236,9 +234,7 @@ def test_after_out_of_memory_a_step_took_no_more_than_there_is(monkeypatch):
     device = Device()
     device.state = ()
     with pytest.raises(jax.errors.JaxRuntimeError):
-        device.measure(
-            lambda: device.run(None, failing, None, StepMemory(0, 0, 0, 2 * GIB), first=True)
-        )
+        device.measure(lambda: device.run(None, failing, None, 2 * GIB, first=True))
     assert device.peak_bytes() == GIB
 
 
@@ -261,10 +257,10 @@ def test_nothing_run_is_the_bytes_in_use():
 def test_steps_are_timed_while_a_recording_is_under_way():
     device = Device()
     device.state = ()
-    device.run(None, lambda state, batch: (None, state), None, NOTHING)
+    device.run(None, lambda state, batch: (None, state), None, 0)
     device.step_times.start()
     for _ in range(3):
-        device.run(None, lambda state, batch: (None, state), None, NOTHING)
+        device.run(None, lambda state, batch: (None, state), None, 0)
     assert len(device.step_times.times_s) == 3
     assert min(device.step_times.times_s) > 0
 

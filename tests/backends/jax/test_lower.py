@@ -10,7 +10,6 @@ from keras import layers
 from random_schedules import forget
 
 from keras_remat.backends.jax.lower import lower, lower_plain, step_function
-from keras_remat.backends.jax.measure import copy_state, memory
 from keras_remat.backends.jax.private import state_values
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
@@ -30,7 +29,7 @@ MODELS = {
 
 
 def train(compiled, state, batches):
-    losses, state = [], copy_state(state)
+    losses, state = [], models.copy_state(state)
     for batch in batches:
         logs, state = compiled(state, batch)
         losses.append(float(logs["loss"]))
@@ -98,10 +97,10 @@ def test_memory_is_saved_and_needs_the_guards(monkeypatch):
         if op.phase == "forward" and op.name.split("/")[0].startswith("jvp(add")
     }
     schedule = forget(traced.graph, keep=blocks)
-    store_all = memory(lower(traced, Schedule.store_all(traced.graph))).temp_bytes
-    assert memory(lower(traced, schedule)).temp_bytes <= 0.75 * store_all
+    store_all = models.temp_bytes(lower(traced, Schedule.store_all(traced.graph)))
+    assert models.temp_bytes(lower(traced, schedule)) <= 0.75 * store_all
     monkeypatch.setattr("keras_remat.backends.jax.writer.guard", lambda x, condition: x)
-    assert memory(lower(traced, schedule)).temp_bytes > 0.9 * store_all
+    assert models.temp_bytes(lower(traced, schedule)) > 0.9 * store_all
 
 
 def test_what_is_written_again_is_left_by_the_compiler():
@@ -130,7 +129,7 @@ def test_the_gradient_of_pooling_is_lowered_in_pieces_of_the_batch(samples):
     batches = [models.batch(model, samples, seed=s) for s in range(3)]
     traced = trace(model, batches[0])
     plain, lowered = lower_plain(traced), lower(traced, Schedule.store_all(traced.graph))
-    assert memory(lowered).temp_bytes <= 0.65 * memory(plain).temp_bytes
+    assert models.temp_bytes(lowered) <= 0.65 * models.temp_bytes(plain)
     state = state_values(model)
     expected, losses = (train(step, state, batches)[0] for step in (plain, lowered))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
@@ -152,9 +151,9 @@ def test_what_a_loop_writes_into_does_not_exist_before_it(monkeypatch):
     traced = trace(model, models.batch(model, 512))
     schedule = forget(traced.graph, {op.id for op in traced.graph.ops if op.kind != "scan"})
     assert len(schedule.recomputed) == 3
-    late = memory(lower(traced, schedule)).temp_bytes
+    late = models.temp_bytes(lower(traced, schedule))
     monkeypatch.setattr("keras_remat.backends.jax.writer._late_stacks", lambda *_: [])
-    assert late <= 0.6 * memory(lower(traced, schedule)).temp_bytes
+    assert late <= 0.6 * models.temp_bytes(lower(traced, schedule))
 
 
 @pytest.mark.slow
@@ -172,9 +171,9 @@ def test_sums_that_run_again_exist(monkeypatch):
         solver="greedy",
         time_limit_s=5.0,
     ).schedule
-    pinned = memory(lower(traced, schedule)).temp_bytes
+    pinned = models.temp_bytes(lower(traced, schedule))
     monkeypatch.setattr("keras_remat.backends.xla.protect.Run._pin", lambda *_: None)
-    without = memory(lower(traced, schedule)).temp_bytes
+    without = models.temp_bytes(lower(traced, schedule))
     assert pinned <= 0.9 * without
 
 
@@ -182,8 +181,8 @@ def test_store_all_takes_hardly_more_than_plain():
     """Less with JAX 0.10 and 0.11; XLA:CPU of JAX 0.12 needs a fifth less for the plain step."""
     model = models.mixer(dropout=0)
     traced = trace(model, models.batch(model))
-    store_all = memory(lower(traced, Schedule.store_all(traced.graph))).temp_bytes
-    assert store_all <= 1.05 * memory(lower_plain(traced)).temp_bytes
+    store_all = models.temp_bytes(lower(traced, Schedule.store_all(traced.graph)))
+    assert store_all <= 1.05 * models.temp_bytes(lower_plain(traced))
 
 
 def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():

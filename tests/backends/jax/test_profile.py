@@ -8,7 +8,6 @@ import pytest
 from random_schedules import forget
 
 from keras_remat.backends.jax.lower import lower, lower_plain
-from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.profile import _bodies_bytes, estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.xla.kernel_costs import kernel_time_s, scaled
@@ -79,9 +78,9 @@ def test_a_softmax_that_is_one_kernel_costs_one_where_it_runs_again(name, is_who
 
 def test_resident_bytes_are_the_arguments_of_the_compiled_step(setting):
     traced = setting
-    used = memory(lower(traced, forget(traced.graph)))
+    arguments = lower(traced, forget(traced.graph)).memory_analysis().argument_size_in_bytes
     constants = sum(c.nbytes for c in traced.program.constants)
-    assert estimated_profile(traced).resident_bytes == used.argument_bytes + constants
+    assert estimated_profile(traced).resident_bytes == arguments + constants
 
 
 def test_the_prediction_is_near_what_the_compiler_needs(setting):
@@ -92,7 +91,7 @@ def test_the_prediction_is_near_what_the_compiler_needs(setting):
         {op.id for op in traced.graph.ops if op.phase == "forward" and op.kind in ("add", "lt")},
     )
     predicted = simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
-    assert 0.75 < memory(lower(traced, schedule)).temp_bytes / predicted < 1.5
+    assert 0.75 < models.temp_bytes(lower(traced, schedule)) / predicted < 1.5
 
 
 def test_a_loop_has_workspace():
@@ -164,4 +163,4 @@ def test_a_step_with_branches_is_predicted_with_what_the_plain_one_takes():
     problem = Problem(traced.graph, estimated_profile(traced))
     peak = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes
     predicted = peak - problem.profile.resident_bytes
-    assert 0.8 < predicted / memory(lower_plain(traced)).temp_bytes < 1.2
+    assert 0.8 < predicted / models.temp_bytes(lower_plain(traced)) < 1.2

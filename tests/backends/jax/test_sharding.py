@@ -19,5 +19,5 @@ def test_what_treats_samples_alike_lies_as_they_do_and_a_print_lies_nowhere():
 
     program = flatten(jax.make_jaxpr(step)(given))
     assert any(not equation.outputs for equation in program.equations)
-    found = layouts(program.equations, program.avals, [given], mesh)
+    found = layouts(program, [given], mesh)
     assert found == ((("batch",), None), (("batch",), None))
