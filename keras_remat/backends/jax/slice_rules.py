@@ -65,8 +65,8 @@ def _all_but(parameter: str) -> Callable[[Operands, int], Found]:
     axes alike."""
 
     def rule(op: Operands, axis: int) -> Found:
-        used = op.params[parameter]
-        axes = (used,) if isinstance(used, int) else tuple(used)
+        used = op.params[parameter]  # a tuple, or a number of Python's or NumPy's
+        axes = used if isinstance(used, tuple) else (used,)
         rank = len(op.result)
         return None if axis in {one % rank for one in axes} else [axis] * len(op.shapes)
 

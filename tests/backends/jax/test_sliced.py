@@ -24,6 +24,13 @@ def head():
     return models.head(4096, 16)
 
 
+def rolled():
+    """What is rolled is joined anew, along an axis that JAX has as a number of NumPy's."""
+    inputs = keras.layers.Input((16,))
+    x = keras.ops.roll(keras.layers.Dense(32)(inputs), 1, axis=1)
+    return models.compiled(keras.Model(inputs, keras.layers.Dense(10)(x)))
+
+
 def traced(model, batch, on=None):
     made = on or backend()
     return made.trace(model, made.example_batch(model, batch))
@@ -48,7 +55,7 @@ def cut(value, mode, part):
 
 
 @pytest.mark.parametrize(
-    "build", [pytest.param(models.pooled, marks=pytest.mark.slow), models.recurrent, head]
+    "build", [pytest.param(models.pooled, marks=pytest.mark.slow), models.recurrent, head, rolled]
 )
 def test_each_equation_runs_on_a_part(build):
     """Equation by equation, on what the step computes: parts are parts to the bit, and terms of a
@@ -90,6 +97,7 @@ def test_each_equation_runs_on_a_part(build):
         },
         models.recurrent: {"scan", "transpose", "random_bits"},
         head: {"gather", "scatter-add", "random_bits", "dot_general"},
+        rolled: {"concatenate", "slice"},
     }[build]  # fmt: skip
     assert wanted <= kinds
 
