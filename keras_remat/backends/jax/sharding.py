@@ -33,10 +33,12 @@ RESHARDS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
 
 
 def layout_of(sharding: Any, rank: int) -> Layout:
-    """Returns the layout that an array's sharding gives it."""
+    """Returns the layout that an array's sharding gives it. A dimension that the sharding leaves
+    to XLA counts as not divided."""
     if not isinstance(sharding, NamedSharding):
         return (None,) * rank
-    entries = [(e,) if isinstance(e, str) else e or None for e in sharding.spec]
+    named = [(e,) if isinstance(e, str) else e for e in sharding.spec]
+    entries = [e if isinstance(e, tuple) and e else None for e in named]
     return (*entries, *(None,) * (rank - len(entries)))[:rank]
 
 
