@@ -275,7 +275,7 @@ class JaxBackend:
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return traced.target.total_bytes or self.device.total_bytes()
+            return self.device.total_bytes()
         return added_bytes(compiled)
 
     def _compiled_time_s(self, problem: Problem, schedule: Schedule | None) -> float | None:

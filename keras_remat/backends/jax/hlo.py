@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 from keras_remat.backends.jax import absent_device, private
-from keras_remat.backends.jax.measure import is_out_of_memory, refused
+from keras_remat.backends.jax.measure import refused
 from keras_remat.backends.xla.card_compiler import CardStep
 from keras_remat.core.target import Target
 from keras_remat.errors import RematError, UnsupportedModelError
@@ -64,11 +64,7 @@ def compiled_to_the_end(module: bytes, target: Target, written: Path | None = No
     try:
         with absent_device.compiler_options(written) as options:
             return _compiled(module, absent_device.device(target), options)
-    except jax.errors.JaxRuntimeError as error:
-        if is_out_of_memory(error):
-            return CardStep(temp_size_in_bytes=int(target.total_bytes or 0))
-        raise UnsupportedModelError(refused(error, "XLA:GPU")) from error
-    except ValueError as error:  # the front end cannot read the module
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # the front end's is a ValueError
         raise UnsupportedModelError(refused(error, "XLA:GPU")) from error
 
 
@@ -140,9 +136,8 @@ def _answer(module: bytes, target: Target, written: Path) -> Any:
     compiling.start()
     while compiling.is_alive() and not _is_written(written):
         time.sleep(_POLL_S)
-    told = ended[0] if ended else None
-    if isinstance(told, (CardStep, Exception)):
-        return told
+    if ended and isinstance(ended[0], Exception):
+        return ended[0]
     try:
         return step_in(written)
     except UnsupportedModelError as error:

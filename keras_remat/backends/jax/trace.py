@@ -198,7 +198,7 @@ def trace(
         kinds_of(target),
         list(enumerate(program.outputs[n_logs:])),  # the new state, in the old one's order
         lambda e: private.is_backward(e.scope),
-        None if like is None else like.program,
+        like,
         read_padded(program, target),
         in_softmaxes(program, target),
     )

@@ -48,17 +48,16 @@ class JaxWriter(Writer):
 
     Args:
         program: the program to write.
-        uses_branches: as in :class:`keras_remat.backends.xla.protect.Writer`.
 
     Attributes:
         starts_stacks_late: whether the arrays that a loop writes into wait for its inputs.
     """
 
-    uses_barriers = False
+    uses_branches, uses_barriers = True, False
     starts_stacks_late = True
 
-    def __init__(self, program: FlatProgram, uses_branches: bool):
-        self._program, self.uses_branches = program, uses_branches
+    def __init__(self, program: FlatProgram):
+        self._program = program
 
     def given(self, values: Sequence[Any]) -> None:
         """Takes the step's inputs and constants, by number."""
@@ -85,9 +84,6 @@ class JaxWriter(Writer):
 
     def is_inexact(self, value: Any) -> bool:
         return bool(jnp.issubdtype(value.dtype, jnp.inexact))
-
-    def may_guard(self, equation: Any, value: Any) -> bool:
-        return True
 
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
         return never(triggers, in_branch)
@@ -146,10 +142,10 @@ class GpuWriter(JaxWriter):
         gradients: numbers of the values that updates read.
     """
 
-    uses_barriers = True
+    uses_branches, uses_barriers = False, True
 
     def __init__(self, program: FlatProgram, target: Target, gradients: Collection[int] = ()):
-        super().__init__(program, uses_branches=False)
+        super().__init__(program)
         self._target, self._gradients = target, gradients
         self._holds_images_first = holds_images_first(program, target)
         self._kernels = kernel_shapes(program)
@@ -230,10 +226,10 @@ class ShardedWriter(JaxWriter):
     branch would have to be taken on all devices at once.
     """
 
-    starts_stacks_late = False
+    uses_branches = starts_stacks_late = False
 
     def __init__(self, traced: JaxTracedStep):
-        super().__init__(traced.program, uses_branches=False)
+        super().__init__(traced.program)
         self._mesh, self._layouts = traced.mesh, traced.layouts
         self._everywhere = PartitionSpec(tuple(traced.mesh.axis_names))
         self._known: dict[int, tuple[Any, Layout]] = {}  # id → living value, its layout
@@ -336,4 +332,4 @@ def writer_of(traced: JaxTracedStep) -> JaxWriter:
         updates = (op for op in traced.graph.ops if op.phase == UPDATE)
         gradients = {traced.numbers[v] for op in updates for v in op.inputs}
         return GpuWriter(traced.program, traced.target, gradients)
-    return JaxWriter(traced.program, uses_branches=True)
+    return JaxWriter(traced.program)

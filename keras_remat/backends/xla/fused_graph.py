@@ -58,7 +58,7 @@ def fused_graph(
     kinds: Kinds,
     state: Sequence[tuple[int, Any]],
     is_backward: Callable[[Equation], bool],
-    like: Program | None = None,
+    like: FusedStep | None = None,
     copied: Collection[int] = (),
     along: Collection[int] = (),
 ) -> tuple[Graph, tuple[int, ...], dict[int, tuple[int, ...]]]:
@@ -74,8 +74,8 @@ def fused_graph(
             depends on how sizes compare, and so differs a little from one batch size to another.
         copied, along: see :func:`~keras_remat.backends.xla.fusion.clusters`.
     """
-    same = like is not None and _kinds(like) == _kinds(program)
-    sizes = like.sizes if like is not None and same else None
+    is_same = like is not None and _kinds(like.program) == _kinds(program)
+    sizes = like.program.sizes if like is not None and is_same else None
     parts = clusters(program, kinds, sizes, copied, along)
     makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
     phases = _phases(program, parts, is_backward)

@@ -160,6 +160,7 @@ class Writer(Protocol):
     def may_guard(self, equation: Equation, value: Any) -> bool:
         """Returns whether an input of an equation may be a value that is known only when the step
         runs."""
+        return True
 
     def copied(self, at: int) -> Sequence[int]:
         """Returns which inputs of equation number ``at`` its kernel reads a transposed copy of."""
@@ -269,8 +270,7 @@ class Run:
 
     def order(self, order: Sequence[int]) -> None:
         """Runs a whole order."""
-        alone: frozenset[int] = frozenset()
-        held: frozenset[int] = frozenset()
+        held, alone = frozenset[int](), frozenset[int]()
         if self._is_timely:
             updates = [op.id for op in self._graph.ops if self._overwrites(op.id)]
             order = updated_early(self._graph, order, updates)

@@ -99,7 +99,7 @@ def trace(
         kinds_of(target),
         state,
         lambda e: "gradient_tape/" in f"{e.scope}/",
-        None if like is None else like.program,
+        like,
     )
     return CompiledStep(
         graph,
