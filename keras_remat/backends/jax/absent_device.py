@@ -26,6 +26,7 @@ from jax.experimental import topologies
 from keras_remat.backends.versions import check_card_compiler
 from keras_remat.backends.xla.card_compiler import CardCompiler
 from keras_remat.core.target import Target
+from keras_remat.errors import UnsupportedModelError
 
 _CONFIGURATION = """
 gpu_device_info {{
@@ -106,8 +107,18 @@ def lowered(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
     Args:
         step: the step.
         state, batch: their shapes and dtypes.
+
+    Raises:
+        UnsupportedModelError: JAX writes an operation down only for a device that is there.
     """
-    return jax.jit(step, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
+    traced = jax.jit(step, donate_argnums=0).trace(state, batch)
+    try:
+        return traced.lower(lowering_platforms=("cuda",))
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"The step cannot be written down for a card that is not there: {error}. Calls of "
+            "Python while a step runs, such as jax.debug.print, cannot."
+        ) from error
 
 
 def device(target: Target) -> Any:

@@ -167,9 +167,10 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def stacked_shapes(eqn: Any) -> list[Any]:
     """Returns shapes and dtypes of the arrays that a ``scan`` writes one element a round into;
-    empty if it is not written down as one loop."""
+    empty if it is not written down as one loop, or has no rounds."""
     _, carried = scan_counts(eqn.params)
-    return [v.aval for v in eqn.outvars[carried:]] if eqn.params["unroll"] == 1 else []
+    is_loop = eqn.params["unroll"] == 1 and eqn.params["length"] > 0
+    return [v.aval for v in eqn.outvars[carried:]] if is_loop else []
 
 
 def scan_into(eqn: Any, inputs: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:

@@ -50,6 +50,11 @@ class Loop:
     outputs: tuple[Mode, ...]
 
 
+def _plain(modes: Sequence[Mode]) -> list[Mode]:
+    """Returns modes whose axes are Python's numbers; in JAX's parameters they may be NumPy's."""
+    return [int(mode) if isinstance(mode, np.integer) else mode for mode in modes]
+
+
 class Analysis:
     """Finds the axes along which a program's values are sliced, and how equations run on a part.
 
@@ -114,7 +119,7 @@ class Analysis:
         if rule is None:
             return (), ()
         for axis in range(len(operands.result)):
-            modes = rule(operands, axis) or ()
+            modes = _plain(rule(operands, axis) or ())
             told = [(k, m) for k, m in zip(known, modes, strict=False) if k is not None]
             if any(k == m for k, m in told) and all(m in (k, None) for k, m in told):
                 return modes, [axis] * len(equation.outputs)
@@ -179,7 +184,7 @@ class Analysis:
         if found is None:
             return None
         modes = []
-        for atom, one in zip(equation.inputs, found, strict=True):
+        for atom, one in zip(equation.inputs, _plain(found), strict=True):
             if isinstance(one, int) and not self._has_part(atom, one):
                 return None
             is_start = one == SUM and "scatter" in equation.kind

@@ -257,7 +257,9 @@ def _sum_of_updates(op: Operands, axes: Sequence[int]) -> Found:
     """Lets every part add to the first input, which is zero."""
     numbers, places = op.params["dimension_numbers"], _update_places(op)
     at = axes[1]
-    if at >= len(places) or at in numbers.scatter_indices_batching_dims or places[at] != axes[2]:
+    if not 0 <= at < len(places) or at in numbers.scatter_indices_batching_dims:
+        return None
+    if places[at] != axes[2]:
         return None
     return [SUM, at, axes[2]]
 

@@ -426,6 +426,16 @@ def test_a_version_that_writes_something_else_is_told(tmp_path):
         hlo.step_in(tmp_path)
 
 
+def test_a_step_that_calls_python_is_refused_for_a_card():
+    def step(state, batch):
+        jax.debug.print("{batch}", batch=batch)
+        return batch, state
+
+    number = jax.ShapeDtypeStruct((), "float32")
+    with pytest.raises(UnsupportedModelError, match=r"jax\.debug\.print"):
+        absent_device.lowered(step, number, number)
+
+
 def test_what_only_a_compiler_reads_is_gone_when_it_has_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with absent_device.compiler_options() as options:

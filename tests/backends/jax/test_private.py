@@ -132,6 +132,16 @@ def test_a_scan_into_other_arrays_is_the_scan(reverse):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_scan_of_no_rounds_writes_into_no_arrays():
+    """JAX cannot write its loop down: the body would read from arrays without elements."""
+
+    def scanned(x, rows):
+        return jax.lax.scan(lambda x, row: (x + row, x), x, rows)
+
+    (eqn,) = jax.make_jaxpr(scanned)(jnp.arange(4.0), jnp.zeros((0, 4))).eqns
+    assert private.stacked_shapes(eqn) == []
+
+
 # ------------------------------------------------------------------ state
 
 
