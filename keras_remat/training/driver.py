@@ -53,7 +53,7 @@ def train(fit: FitState, arrived: Any) -> Any:
         fit.record = batches.arrived(fit.record, arrived)
     except UnsupportedModelError as error:  # it cannot be joined with the held batches, or be split
         if fit.record.held.samples and fit.record.sizes.size <= fit.record.sizes.loader:
-            finish(fit)
+            _finish_before(fit, arrived)
         else:
             fit.record = sizes.after_other_samples(fit, error)
         return train(fit, arrived)
@@ -61,6 +61,18 @@ def train(fit: FitState, arrived: Any) -> Any:
         _train_one(fit, due)
     fit.record = batches.kept(fit.record)
     return fit.record.logs
+
+
+def _finish_before(fit: FitState, arrived: Any) -> None:
+    """Trains the held samples before a batch that cannot be joined with them.
+
+    Where they cannot be trained, the batch is held as well: all of them train unmodified.
+    """
+    try:
+        finish(fit)
+    except UnsupportedModelError:
+        fit.record = replace(fit.record, held=fit.record.held.with_newest(arrived))
+        raise
 
 
 def finish(fit: FitState) -> Any:

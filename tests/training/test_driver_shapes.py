@@ -11,11 +11,13 @@ from fake_backend import (
     chain_problem,
     event_kinds,
     store_all_peak,
+    texts_of,
 )
 from fake_fit import PLAIN, SIZE, TIGHT, driven, options, train
 
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import UnsupportedBatchError
+from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
+from keras_remat.training import driver
 
 
 def test_smaller_batch_runs_plainly_when_it_fits():
@@ -170,6 +172,24 @@ def test_measured_main_scales_estimated_times_to_the_measured_step():
     problem, _ = trainer.reference_costs(batch_of(0, SIZE))
     assert problem.store_all_time_s == pytest.approx(4.0)
     assert problem.profile.op_workspace_bytes == trainer.problem.profile.op_workspace_bytes
+
+
+def test_where_the_rest_before_a_batch_cannot_be_trained_the_batch_is_not_lost(monkeypatch):
+    """Texts of another length came, and cannot be joined with the rest."""
+
+    def fails(*arguments):
+        raise UnsupportedModelError("cannot be traced")
+
+    fit, _ = driven(FakeBackend(), options(batch_size="max"))
+    rest, longer = texts_of(4, 8), texts_of(8, 9)
+    sizes = replace(fit.sizes, loader=8, chosen=8)
+    held = fit.fit.record.held.adding(rest)
+    fit.fit.record = replace(fit.fit.record, sizes=sizes, held=held)
+    monkeypatch.setattr(driver, "train_batch", fails)
+    with pytest.raises(UnsupportedModelError, match="cannot be traced"):
+        fit.train(longer)
+    assert [batch[0].shape for batch in fit.fit.record.held.batches] == [(4, 8), (8, 9)]
+    assert fit.fit.record.held.samples == 12
 
 
 def test_a_shape_that_cannot_be_traced_stays_plain_and_the_others_are_planned():
