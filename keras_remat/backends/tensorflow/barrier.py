@@ -52,11 +52,12 @@ def never(tensors: Sequence[Any], in_branch: bool = False) -> Any:
     """Returns a boolean scalar that is false and can be known only when all ``tensors`` exist.
 
     Args:
-        tensors: not empty, of known rank.
+        tensors: at least one, of known rank. One without elements has no bits and is left out.
         in_branch: whether they are read in the branch of a condition, which reads them from memory.
             A slice outside of a branch could be fused with the op that computes the tensor.
     """
-    if in_branch:
+    tensors = [x for x in tensors if x.shape.num_elements() != 0]
+    if in_branch and tensors:
         condition = never([min(tensors, key=lambda x: x.shape.num_elements() * x.dtype.size)])
         bits = tf.cond(
             condition,

@@ -25,3 +25,15 @@ def test_a_guarded_constant_is_not_folded(dtype, literal):
 def test_bits_are_unchanged(dtype):
     x = tf.cast(tf.constant([0, 1, 1, 3]), dtype)
     assert bool(tf.reduce_all(guard(x, never([tf.ones([2, 2])])) == x))
+
+
+@pytest.mark.parametrize("in_branch", [False, True])
+@pytest.mark.parametrize("others", [[], [3]])
+def test_a_tensor_without_elements_has_no_bits(in_branch, others):
+    """A weight without elements has a gradient without elements."""
+
+    @tf.function(jit_compile=True)
+    def condition(*tensors):
+        return never(tensors, in_branch)
+
+    assert not condition(tf.zeros([0, 4]), *map(tf.ones, others))
