@@ -122,7 +122,7 @@ def one_sample_scratch_bytes(
         if len(read) < len(data_inputs(node)) or read[0][0] != 1:
             continue
         # without name and inputs, which differ between equal convolutions
-        like = copied(node, (), "like").SerializeToString(deterministic=True)
+        like = copied(node, (), node.op).SerializeToString(deterministic=True)
         nbytes = _convolution_scratch_bytes(like, read)
         if nbytes is not None:
             found[node.name] = nbytes
@@ -155,7 +155,7 @@ def _operands(
             spec = None if external is None else private.variable_spec(external)
         else:
             shape = shapes.get(tensor_key(name))
-            spec = None if shape is None or dtype.size is None else tf.TensorSpec(shape, dtype)
+            spec = None if shape is None or not dtype.size else tf.TensorSpec(shape, dtype)
         if spec is None:
             return None
         specs.append((is_variable, spec))

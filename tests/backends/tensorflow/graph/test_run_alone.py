@@ -113,6 +113,13 @@ def test_the_scratch_of_a_call_that_cannot_run_alone_is_not_known(monkeypatch):
     assert traced.compiled_scratch_bytes == {}
 
 
+@pytest.mark.parametrize(("dtype", "is_known"), [(tf.float32, True), (tf.variant, False)])
+def test_no_tensor_is_made_up_for_a_list(dtype, is_known):
+    call = tf.compat.v1.NodeDef(name="n", op="PartitionedCall", input=["a"])
+    call.attr["Tin"].list.type.append(dtype.as_datatype_enum)
+    assert (run_alone._operands(call, {}, {"a:0": ()}) is not None) is is_known
+
+
 def test_without_statistics_nothing_runs(monkeypatch):
     monkeypatch.setattr(run_alone.TensorFlowDevice, "has_statistics", False)
     monkeypatch.setattr(run_alone, "_scratch_bytes", lambda *call: pytest.fail("it ran"))
@@ -154,3 +161,12 @@ def test_onednn_tells_what_a_convolution_of_one_sample_asks_for():
     is_told = BACKEND.device.has_statistics and not run_alone.runs_own_kernels()
     assert set(found) == (set(convolutions) if is_told else set())
     assert all(nbytes >= 0 for nbytes in found.values())
+
+
+def test_the_warning_of_a_convolution_that_cannot_run_alone_names_its_kind(monkeypatch, caplog):
+    """Equal convolutions run once, so no layer's name is there."""
+    monkeypatch.setattr(run_alone, "runs_own_kernels", lambda: False)
+    monkeypatch.setattr(run_alone.TensorFlowDevice, "has_statistics", True)
+    incomplete = node("Conv2D", T=tf.float32)
+    assert run_alone.one_sample_scratch_bytes({"n": incomplete}, {"a:0": (1, 4, 4, 1)}) == {}
+    assert "the scratch of Conv2D is not known" in caplog.text
