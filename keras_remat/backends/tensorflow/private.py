@@ -582,9 +582,12 @@ def device_memory_limit_bytes(name: str) -> int:
     eager = context.context()
     eager.ensure_initialized()
     devices = pywrap_tfe.TFE_ContextListDevices(eager._handle)
-    for at in range(pywrap_tfe.TF_DeviceListCount(devices)):
-        if pywrap_tfe.TF_DeviceListName(devices, at) == _TASK + name.rpartition("device:")[2]:
-            return int(pywrap_tf_session.TF_DeviceListMemoryBytes(devices, at))
+    try:
+        for at in range(pywrap_tfe.TF_DeviceListCount(devices)):
+            if pywrap_tfe.TF_DeviceListName(devices, at) == _TASK + name.rpartition("device:")[2]:
+                return int(pywrap_tf_session.TF_DeviceListMemoryBytes(devices, at))
+    finally:
+        pywrap_tfe.TF_DeleteDeviceList(devices)
     raise LookupError(f"TensorFlow has no device {name!r}.")
 
 

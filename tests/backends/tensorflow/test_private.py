@@ -84,7 +84,7 @@ def test_kernels_for_every_device_keep_the_layout(monkeypatch):
             <= {k.device_type for k in private.kernels.get_registered_kernels_for_op(kind).kernel}
         }
         assert {"Shape", "ReadVariableOp"} & default
-        monkeypatch.setattr(private, "_has_gpu_kernel", lambda kind: kind not in default)
+        monkeypatch.setattr(private, "_gpu_kernels", lambda kind: kind not in default)
         before = traced_of(model, 16)
     assert transposes_of(known.graph) < transposes_of(before.graph) / 2
     assert not {node.device for node in known.nodes.values()} - {""}
@@ -95,6 +95,28 @@ def test_limit_is_that_of_the_device_by_name():
     assert private.device_memory_limit_bytes("/device:CPU:0") > 0
     with pytest.raises(LookupError, match="GPU:7"):
         private.device_memory_limit_bytes("GPU:7")
+
+
+def test_lists_of_devices_are_freed(monkeypatch):
+    """They are C's: Python does not free them."""
+    alive, eager = set(), private.pywrap_tfe
+    make, free = eager.TFE_ContextListDevices, eager.TF_DeleteDeviceList
+
+    def made(handle):
+        devices = make(handle)
+        alive.add(id(devices))
+        return devices
+
+    def freed(devices):
+        alive.remove(id(devices))
+        free(devices)
+
+    monkeypatch.setattr(eager, "TFE_ContextListDevices", made)
+    monkeypatch.setattr(eager, "TF_DeleteDeviceList", freed)
+    private.device_memory_limit_bytes("CPU:0")
+    with pytest.raises(LookupError):
+        private.device_memory_limit_bytes("GPU:7")
+    assert not alive
 
 
 _TWO_DEVICES = """
