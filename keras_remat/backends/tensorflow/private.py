@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -71,7 +71,7 @@ def optimize_graph(
     graph_def: Any,
     fetches: Sequence[str],
     variables: Mapping[str, Any],
-    captures: Container[str] = (),
+    captures: Container[str],
 ) -> Any:
     """Returns the GraphDef after TensorFlow's default graph optimizations.
 
@@ -101,7 +101,7 @@ def optimize_graph(
     placeholders = {}
     written = {node.name: node.device for node in meta_graph.graph_def.node if node.device}
     for node in list(meta_graph.graph_def.node):
-        node.device = node.device or (_GPU if on_gpu and _has_gpu_kernel(node.op) else _CPU)
+        node.device = node.device or (_GPU if on_gpu and _gpu_kernels(node.op) else _CPU)
         if node.op == "Placeholder" or (node.op == "Const" and node.name in captures):
             placeholders[node.name] = tf.compat.v1.NodeDef.FromString(node.SerializeToString())
             if node.op == "Const":
@@ -111,7 +111,7 @@ def optimize_graph(
             else:
                 meta_graph.graph_def.node.append(_unshaped(node))
     optimized = _run_grappler(meta_graph, fetches)
-    if not all(map(has_legal_types, _all_nodes(optimized))):
+    if not all(map(has_legal_types, all_nodes(optimized))):
         optimized = _run_grappler(meta_graph, fetches, off=("remapping",))
     for at in reversed(range(len(optimized.node))):
         node = optimized.node[at]
@@ -126,7 +126,7 @@ def optimize_graph(
     return optimized
 
 
-def _all_nodes(graph_def: Any) -> list[Any]:
+def all_nodes(graph_def: Any) -> list[Any]:
     """Returns the nodes of a graph and of its functions."""
     functions = graph_def.library.function
     return [*graph_def.node, *(node for function in functions for node in function.node_def)]
@@ -178,7 +178,7 @@ def _run_grappler(meta_graph: Any, fetches: Sequence[str], *, off: Sequence[str]
         raise UnsupportedModelError(
             f"TensorFlow's graph optimizer refuses the train step: {reason}"
         ) from error
-    rename_functions(optimized)
+    _rename_functions(optimized)
     return optimized
 
 
@@ -266,14 +266,10 @@ def variable_spec(handle: Any) -> Any:
 
 
 @cache
-def _registered_kernels(kind: str, device_types: tuple[str, ...]) -> tuple[Any, ...]:
-    """Returns the kernels of an operation type for these types of devices."""
+def _gpu_kernels(kind: str) -> tuple[Any, ...]:
+    """Returns the kernels of an operation type that run on a GPU."""
     registered = kernels.get_registered_kernels_for_op(kind).kernel
-    return tuple(kernel for kernel in registered if kernel.device_type in device_types)
-
-
-def _has_gpu_kernel(kind: str) -> bool:
-    return bool(_registered_kernels(kind, _GPU_KERNELS))
+    return tuple(kernel for kernel in registered if kernel.device_type in _GPU_KERNELS)
 
 
 def stays_on_host(node: Any) -> bool:
@@ -289,7 +285,7 @@ def stays_on_host(node: Any) -> bool:
         return False
     fitting = [
         kernel
-        for kernel in _registered_kernels(node.op, _GPU_KERNELS)
+        for kernel in _gpu_kernels(node.op)
         if all(_allows(constraint, node) for constraint in kernel.constraint)
     ]
     if not fitting:
@@ -308,7 +304,21 @@ def _allows(constraint: Any, node: Any) -> bool:
     return not allowed or given <= allowed
 
 
-def rename_functions(graph_def: Any) -> None:
+def change_functions(graph_def: Any, names: Iterable[str], change: Callable[[Any], bool]) -> None:
+    """Changes functions of a graph's library, in place, and renames all if one has changed.
+
+    Args:
+        graph_def: the graph with its library.
+        names: names of the functions to change; those not in the library are skipped.
+        change: changes a function in place, and returns whether it did.
+    """
+    functions = {function.signature.name: function for function in graph_def.library.function}
+    changed = [change(functions[name]) for name in dict.fromkeys(names) if name in functions]
+    if any(changed):
+        _rename_functions(graph_def)
+
+
+def _rename_functions(graph_def: Any) -> None:
     """Gives the library's functions new names, in place.
 
     TensorFlow refuses two definitions under one name, and Grappler has changed definitions that the
@@ -323,7 +333,7 @@ def rename_functions(graph_def: Any) -> None:
     renamed = {
         function.signature.name: f"{function.signature.name}_{suffix}" for function in functions
     }
-    for node in _all_nodes(graph_def):
+    for node in all_nodes(graph_def):
         node.op = renamed.get(node.op, node.op)
         for attribute in node.attr.values():
             if attribute.WhichOneof("value") == "func":
@@ -340,7 +350,7 @@ def rename_functions(graph_def: Any) -> None:
 def keep_control_flow_functional(graph_def: Any) -> None:
     """Keeps ``While`` and ``If`` as single ops, in place: removes the mark by which they are
     lowered to ``Switch`` and ``Merge``."""
-    for node in _all_nodes(graph_def):
+    for node in all_nodes(graph_def):
         if "_lower_using_switch_merge" in node.attr:
             del node.attr["_lower_using_switch_merge"]
 
@@ -392,7 +402,7 @@ def list_placeholder(shape: Any, dtype: Any) -> Any:
 def define_functions(library: Any) -> None:
     """Defines the functions of a library in the process.
 
-    Ops that call a function by its name look it up there. A name made by :func:`rename_functions`
+    Ops that call a function by its name look it up there. A name made by :func:`_rename_functions`
     identifies its definition, so a known name is skipped.
     """
     eager = context.context()

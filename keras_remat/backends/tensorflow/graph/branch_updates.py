@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from graphlib import TopologicalSorter
+from itertools import chain
 from operator import or_
 from typing import Any
 
@@ -34,17 +35,9 @@ def order_branch_updates(graph_def: Any) -> None:
     Args:
         graph_def: an optimized graph with its library.
     """
-    functions = {function.signature.name: function for function in graph_def.library.function}
-    branches = {
-        name
-        for node in graph_def.node
-        if node.op in kinds.BRANCHES
-        for name in called_functions(node)
-        if name in functions
-    }
-    changed = [_order(functions[name]) for name in sorted(branches)]
-    if any(changed):
-        private.rename_functions(graph_def)
+    branches = (node for node in graph_def.node if node.op in kinds.BRANCHES)
+    called = chain.from_iterable(map(called_functions, branches))
+    private.change_functions(graph_def, called, _order)
 
 
 def _order(function: Any) -> bool:

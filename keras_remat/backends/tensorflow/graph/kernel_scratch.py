@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -60,7 +60,7 @@ def own_scratch_bytes(node: Any, operands: Sequence[_Shape], result: _Shape) -> 
     """
     if node.op in _GATHERING:
         # not from the bytes of an output: a value takes at least 256
-        itemsize = int(tf.as_dtype(node.attr["T"].type).size or 1)
+        itemsize = int(tf.as_dtype(node.attr["T"].type).size)
         of_kind = _patches_bytes if node.op in _OF_IMAGES else _volume_patches_bytes
         return of_kind(node, operands, result, itemsize)
     if node.op == "MaxPoolGrad":  # an int64 per element of the pooled image: its source's index
@@ -123,18 +123,8 @@ def order_bodies(graph_def: Any) -> None:
     """
     if not runs_own_kernels():
         return
-    functions = {function.signature.name: function for function in graph_def.library.function}
-    called = [
-        name
-        for nodes in (graph_def.node, *(function.node_def for function in functions.values()))
-        for node in nodes
-        if node.op in kinds.CONTROL_FLOW
-        for name in called_functions(node)
-        if name in functions
-    ]
-    changed = [_order(functions[name]) for name in dict.fromkeys(called)]
-    if any(changed):
-        private.rename_functions(graph_def)
+    calls = (node for node in private.all_nodes(graph_def) if node.op in kinds.CONTROL_FLOW)
+    private.change_functions(graph_def, chain.from_iterable(map(called_functions, calls)), _order)
 
 
 def _order(function: Any) -> bool:
