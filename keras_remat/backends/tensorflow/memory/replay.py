@@ -101,14 +101,9 @@ class Replay:
 
     def step(self, runs: Sequence[Run]) -> Iterator[Moment]:
         """Yields the moments of one step."""
-        allocator, variables, values = (
-            self._allocator,
-            self._variables,
-            self._uses.problem.graph.values,
-        )
+        allocator = self._allocator
         chunks: dict[int, Block | None] = {}  # value id → its chunk
         for run in runs:
-            dying = run.dying
             early = allocator.allocate(run.early_bytes)
             for value_id, nbytes, donor in run.writes:
                 chunks[value_id] = (
@@ -118,14 +113,7 @@ class Replay:
             yield run, chunks
             allocator.release(late)
             allocator.release(early)
-            if run.assigns is not None and dying:
-                # the variable takes over the value's buffer, and its old one is freed
-                taken, *dying = dying
-                nbytes = values[taken].nbytes
-                allocator.release(variables.get(run.assigns) or allocator.unplaced(nbytes))
-                variables[run.assigns] = chunks.pop(taken)
-            for value_id in dying:
-                allocator.release(chunks.pop(value_id, None))
+            self._uses.end(run.assigns, run.dying, allocator, chunks, self._variables)
         for chunk in chunks.values():
             allocator.release(chunk)
 
@@ -239,12 +227,8 @@ class Uses:
 
     def of(self, schedule: Schedule) -> list[Run]:
         """Returns the runs that allocate or free memory of the pool."""
-        dying = self._dying(schedule.order)
-        return [
-            self._run(k, op_id, dying[k])
-            for k, op_id in enumerate(schedule.order)
-            if self.writes[op_id] or any(self.workspace[op_id]) or dying[k]
-        ]
+        runs = self.stretch(schedule.order)
+        return [run for run in runs if run.writes or run.early_bytes or run.late_bytes or run.dying]
 
     def stretch(
         self, order: Sequence[int], first: int = 0, deaths: Counter[int] | None = None
@@ -280,9 +264,9 @@ class Uses:
 
     def _run(self, k: int, op_id: int, dying: list[int]) -> Run:
         early, late = self.workspace[op_id]
-        return Run(k, early, self._taking_over(op_id, dying), late, self.assigns[op_id], dying)
+        return Run(k, early, self.taking_over(op_id, dying), late, self.assigns[op_id], dying)
 
-    def _taking_over(self, op_id: int, dying: list[int]) -> list[tuple[int, int, int | None]]:
+    def taking_over(self, op_id: int, dying: Sequence[int]) -> list[tuple[int, int, int | None]]:
         """Returns the values that an op writes, their bytes, and for each the dying value of the
         same size whose buffer it takes over, if any."""
         result: list[tuple[int, int, int | None]] = []
@@ -292,3 +276,29 @@ class Uses:
             donors = [(v, size) for v, size in donors if v != donor]
             result.append((value_id, nbytes, donor))
         return result
+
+    def end(
+        self,
+        assigns: str | None,
+        dying: Sequence[int],
+        allocator: BestFitAllocator,
+        chunks: dict[int, Block | None],
+        variables: dict[str, Block | None],
+    ) -> None:
+        """Frees the values that die with a run. If the run assigns a variable, the variable takes
+        over the first value's buffer, and its old one is freed.
+
+        Args:
+            assigns: name of the op where it assigns a variable.
+            dying: the values.
+            allocator: the pool.
+            chunks: value id → its chunk.
+            variables: name of the op that assigns a variable → the variable's chunk.
+        """
+        if assigns is not None and dying:
+            taken, *dying = dying
+            nbytes = self.problem.graph.values[taken].nbytes
+            allocator.release(variables.get(assigns) or allocator.unplaced(nbytes))
+            variables[assigns] = chunks.pop(taken)
+        for value_id in dying:
+            allocator.release(chunks.pop(value_id, None))

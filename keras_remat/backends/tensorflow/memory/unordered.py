@@ -135,14 +135,9 @@ class _Unordered:
         value that no other op has yet to read."""
         early_bytes, late_bytes = self._uses.workspace[op_id]
         early = allocator.allocate(early_bytes)
-        donors = {v: n for v, n in self._uses.donors[op_id] if unread[v] == 1 and v in chunks}
-        for value_id, nbytes in self._uses.writes[op_id]:
-            donor = next((v for v, n in donors.items() if n == nbytes), None)
-            if donor is None:
-                chunks[value_id] = allocator.allocate(nbytes)
-            else:
-                donors.pop(donor)
-                chunks[value_id] = chunks.pop(donor)
+        last_read = [v for v, _ in self._uses.donors[op_id] if unread[v] == 1 and v in chunks]
+        for value_id, nbytes, donor in self._uses.taking_over(op_id, last_read):
+            chunks[value_id] = allocator.allocate(nbytes) if donor is None else chunks.pop(donor)
         late = allocator.allocate(late_bytes + self._ahead.get(op_id, 0))
         return _Running(op_id, (early, late))
 
@@ -155,17 +150,9 @@ class _Unordered:
         variables: dict[str, Block | None],
     ) -> None:
         """Ends an op: frees values without readers left. A variable takes over its new value."""
-        kept, assigns = self._uses.kept, self._uses.assigns[op_id]
+        uses = self._uses
         for value_id in self._reads[op_id]:
             unread[value_id] -= 1
-            if unread[value_id] or value_id in kept or value_id not in chunks:
-                continue
-            if assigns is not None:
-                nbytes = self._uses.problem.graph.values[value_id].nbytes
-                allocator.release(variables.get(assigns) or allocator.unplaced(nbytes))
-                variables[assigns], assigns = chunks.pop(value_id), None
-            else:
-                allocator.release(chunks.pop(value_id))
-        for value_id, _ in self._uses.writes[op_id]:
-            if not unread[value_id] and value_id not in kept:
-                allocator.release(chunks.pop(value_id, None))
+        touched = (*self._reads[op_id], *(value_id for value_id, _ in uses.writes[op_id]))
+        dying = [v for v in touched if not unread[v] and v not in uses.kept and v in chunks]
+        uses.end(uses.assigns[op_id], dying, allocator, chunks, variables)
