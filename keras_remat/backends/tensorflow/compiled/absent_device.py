@@ -21,7 +21,6 @@ class AbsentDevice(TensorFlowDevice):
     """
 
     has_statistics = False
-    grows = True
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -42,7 +41,3 @@ class AbsentDevice(TensorFlowDevice):
     def total_bytes(self) -> int:
         """Returns all the memory of the card, which is more than a framework uses by default."""
         return self._target.memory_bytes
-
-    def limit_source(self) -> str:
-        """Returns in words where :meth:`total_bytes` comes from."""
-        return "the table of cards"

@@ -31,7 +31,7 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
 
     Args:
         traced: from :func:`~keras_remat.backends.tensorflow.compiled.trace.trace`.
-        resident_bytes: bytes in use on the device between steps, if known; never less than the
+        resident_bytes: bytes in use on the device between steps; ``None`` where unknown: then the
             bytes of the step's inputs.
     """
     program, graph = traced.program, traced.graph

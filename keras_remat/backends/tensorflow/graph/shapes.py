@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.nodes import data_inputs, split_input, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
 from keras_remat.backends.tensorflow.graph.run_alone import output_shapes
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 
@@ -60,20 +60,16 @@ def _add_shapes_like_variables(
     captures: Mapping[str, Any],
     shapes: dict[str, tuple[tuple[int, ...] | None, Any]],
 ) -> None:
-    """Adds the shapes of ``Fill`` ops in the shape of a variable, also of a variable passed through
-    a loop. A loop's gradient begins with such zeros."""
+    """Adds the shapes of ``Fill`` ops in the shape of a variable. A loop's gradient begins with
+    such zeros."""
     for name, node in nodes.items():
         shape, dtype = shapes.get(f"{name}:0", (None, None))
         if node.op != "Fill" or shape is not None:
             continue
-        source, _ = split_input(node.input[0])
+        source = node_of(node.input[0])
         if nodes[source].op != "VariableShape":
             continue
-        handle, index = split_input(nodes[source].input[0])
-        while (
-            nodes[handle].op in kinds.CONTROL_FLOW and "While" in nodes[handle].op
-        ):  # a loop returns every resource at the position of its input
-            handle, index = split_input(nodes[handle].input[index])
+        handle = node_of(nodes[source].input[0])
         if handle in captures:
             shapes[f"{name}:0"] = (tuple(private.variable_spec(captures[handle]).shape), dtype)
 

@@ -3,7 +3,7 @@
 The model's own ``train_step`` is traced whole (forward, loss, backward, optimizer, metrics, state
 updates). Grappler optimizes it *first*, and the optimized graph becomes the ops, so the planned
 graph is the one that runs. Grappler's fusions and constant folding are worth having. It cannot run
-after planning: it would merge recomputations away (FACTS: control cycles, merged copies).
+after planning: it would merge the copies of an op, and so undo recomputation.
 
 How TensorFlow's graph maps to ours:
 
@@ -34,7 +34,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.batches import check_dense, resized_spec
+from keras_remat.backends import batches
 from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
@@ -68,11 +68,17 @@ def data_spec(batch: Any) -> Any:
             return None
         if isinstance(leaf, tf.TensorSpec):
             return leaf
-        check_dense(leaf)
+        batches.check_dense(leaf)
         tensor = tf.convert_to_tensor(leaf)
         return tf.TensorSpec(tensor.shape, tensor.dtype)
 
     return tf.nest.map_structure(spec, batch)
+
+
+def resized_spec(batch: Any, size: int) -> Any:
+    """Returns specs of a batch like ``batch`` with ``size`` samples; see
+    :meth:`keras_remat.backends.base.Backend.resized_spec`."""
+    return batches.resized_spec(batch, size, lambda shape, leaf: tf.TensorSpec(shape, leaf.dtype))
 
 
 def trace(
@@ -142,9 +148,7 @@ class _AtSize:
         model = self._model()
         if self._newest is None or self._newest[0] != size:
             try:
-                spec = resized_spec(
-                    self._structure, size, lambda shape, leaf: tf.TensorSpec(shape, leaf.dtype)
-                )
+                spec = resized_spec(self._structure, size)
                 self._newest = size, trace(model, spec, 1, self._smallest_bytes)
             except Exception as error:  # whatever the layers of a user's model raise
                 raise InvalidProblemError(
@@ -205,7 +209,7 @@ def touched_variables(graph: Any) -> TouchedVariables:
     return TouchedVariables(tuple(touched), tuple(written))
 
 
-def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowStep:
+def translated(recorded: RecordedStep, smallest_bytes: int) -> TensorFlowStep:
     """Returns a recorded step, optimized, as ops and values.
 
     Args:

@@ -23,15 +23,12 @@ class MirroredTrainFunction(InstalledTrainFunction):
     Keras's own step trains the batches of ``train_on_batch``, which every replica gets whole.
     """
 
-    def __call__(self, iterator: Any) -> Any:
-        caller = self._runner.caller(iterator)
-        if caller is not Caller.FIT:
-            if caller is Caller.NOBODY:
-                self.give_back()
-            return self.original(iterator)
+    def _caller(self, iterator: Any) -> Caller | None:
+        if super()._caller(iterator) is not Caller.FIT:
+            return None
         if self._data is None and hasattr(iterator, "element_spec"):
             self._learn(iterator)
-        return self._trained(iterator, caller)
+        return Caller.FIT
 
     def _read(self, batch: Any) -> Any:
         parts = self._model.distribute_strategy.experimental_local_results

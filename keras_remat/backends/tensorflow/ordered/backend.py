@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 import keras
 import tensorflow as tf
 
-from keras_remat.backends import batches
 from keras_remat.backends.base import ProfileRecorder, RunStep
 from keras_remat.backends.example_batches import example_batch
 from keras_remat.backends.installed import Installed, StepRunner
@@ -79,6 +78,7 @@ class TensorFlowBackend:
     compilation = "ordered"
     measures_op_times = True
     runs_slices = True
+    batch_multiple = 1
     auto_solver = "auto"
     processes = Processes()
     #: The train function of the running ``fit``.
@@ -96,11 +96,6 @@ class TensorFlowBackend:
         """Returns whether cuDNN may choose kernels; the workspace of TensorFlow's own follows from
         their shapes."""
         return on_gpu()
-
-    @property
-    def batch_multiple(self) -> int:
-        """Returns 1: one device trains whole batches."""
-        return 1
 
     @cached_property
     def device(self) -> measure.TensorFlowDevice:
@@ -129,9 +124,7 @@ class TensorFlowBackend:
         )
 
     def resized_spec(self, batch: Any, size: int) -> Any:
-        return batches.resized_spec(
-            batch, size, lambda shape, leaf: tf.TensorSpec(shape, leaf.dtype)
-        )
+        return tracing.resized_spec(batch, size)
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> Any:
         _build_optimizer(model)

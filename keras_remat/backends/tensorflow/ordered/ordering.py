@@ -40,8 +40,7 @@ def ordered_positions(
     Args:
         problem: the graph, its costs, and the budget, if any.
         schedule: a legal order.
-        smallest_bytes: bytes of the smallest request that the allocator's pool serves
-            (:data:`~.best_fit.ONEDNN_SMALL_BYTES` on the CPU).
+        smallest_bytes: bytes of the smallest value or workspace that counts.
         on_host: ids of ops that take no memory of the device.
     """
     if problem.budget_bytes is None and not schedule.recomputed:
