@@ -87,7 +87,7 @@ class FlatProgram:
 
 def nbytes(shape: tuple[int, ...] | None, dtype: Any) -> int:
     """Returns the bytes of a tensor; 0 for a list of tensors, which has none of its own."""
-    return 0 if shape is None or not dtype.size else prod(shape) * int(dtype.size)
+    return 0 if shape is None else prod(shape) * int(dtype.size)
 
 
 @dataclass(frozen=True)

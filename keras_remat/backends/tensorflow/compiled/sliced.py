@@ -29,7 +29,7 @@ import tensorflow as tf
 from keras_remat.backends.slice_modes import MEAN, SUM, Mode, Shape
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Literal, nbytes
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
-from keras_remat.backends.tensorflow.graph.nodes import copied
+from keras_remat.backends.tensorflow.graph.nodes import constant, copied, new_node, numbers_of
 from keras_remat.backends.tensorflow.graph.slice_rules import (
     DRAWN_AT_ONCE,
     RESHAPING,
@@ -38,7 +38,6 @@ from keras_remat.backends.tensorflow.graph.slice_rules import (
     Operands,
     OutputMode,
     modes_of,
-    numbers_of,
     whole_draws,
 )
 from keras_remat.backends.xla.fusion import Equation
@@ -203,10 +202,7 @@ class _Writer(ProgramWriter[CompiledStep]):
         """Returns a new constant, one for each name."""
         if name not in self._literals:
             array = np.asarray(array, dtype.as_numpy_dtype)
-            node = tf.compat.v1.NodeDef(name=name, op="Const")
-            node.attr["dtype"].type = dtype.as_datatype_enum
-            node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array, dtype))
-            self._constants[name] = node
+            self._constants[name] = constant(name, array, dtype)
             self._literals[name] = Literal(name, dtype, nbytes(array.shape, dtype))
         return self._literals[name]
 
@@ -251,7 +247,7 @@ class _Writer(ProgramWriter[CompiledStep]):
         name = f"{equation.source.name}/slices"
         to = self._numbers(f"{name}/shape", self._shape(made))
         dtypes = {"T": self._dtypes[made], "Tshape": tf.int32}
-        source = self._node(name, "Reshape", **dtypes)
+        source = new_node(name, "Reshape", **dtypes)
         return Equation(source, "Reshape", equation.scope, (read, to), (made,))
 
     def _later(self, name: str, counter: Any, drawn: int, scope: str) -> Equation:
@@ -260,14 +256,8 @@ class _Writer(ProgramWriter[CompiledStep]):
         The counter has 128 bits. TensorFlow draws the upper 64, and the lower ones begin at 0.
         """
         steps = self._literal(f"{name}/steps", [drawn // DRAWN_AT_ONCE, 0], tf.uint64)
-        source = self._node(name, "AddV2", T=tf.uint64)
+        source = new_node(name, "AddV2", T=tf.uint64)
         return Equation(source, "AddV2", scope, (counter, steps), (self._number((2,), tf.uint64),))
-
-    def _node(self, name: str, kind: str, **types: Any) -> Any:
-        node = tf.compat.v1.NodeDef(name=name, op=kind)
-        for attribute, dtype in types.items():
-            node.attr[attribute].type = dtype.as_datatype_enum
-        return node
 
     # ---------------------------------------------------------------- cuts, joins and sums
 
@@ -277,26 +267,26 @@ class _Writer(ProgramWriter[CompiledStep]):
         shape, dtype = self._shape(number), self._dtypes[number]
         base = f"slices/v{number}/{role}_{part}"
         if role == "sum":
-            return self._node(base, "AddV2", T=dtype), "AddV2", inputs
+            return new_node(base, "AddV2", T=dtype), "AddV2", inputs
         if role == "divide":
             parts = self._literal(f"{base}/parts", self._count, dtype)
-            return self._node(base, "RealDiv", T=dtype), "RealDiv", (*inputs, parts)
+            return new_node(base, "RealDiv", T=dtype), "RealDiv", (*inputs, parts)
         nothing = self._literal(f"slices/v{number}/nothing", 0, dtype)
         if role == "start":  # the first part makes the buffer
-            return self._node(base, "Identity", T=dtype), "Identity", (nothing,)
+            return new_node(base, "Identity", T=dtype), "Identity", (nothing,)
         rows, *inner = self._part_shape(shape)
         if role == "join" and part == 0:
             around = [(0, shape[0] - rows), *[(0, 0)] * len(inner)]
             padding = self._literal(f"{base}/padding", around, tf.int32)
-            source = self._node(base, "PadV2", T=dtype, Tpaddings=tf.int32)
+            source = new_node(base, "PadV2", T=dtype, Tpaddings=tf.int32)
             return source, "PadV2", (inputs[1], padding, nothing)
         first = self._numbers(f"{base}/begin", [part * rows, *[0] * len(inner)])
         if role == "cut":
             size = self._numbers(f"{base}/size", [rows, *inner])
             return (
-                self._node(base, "Slice", T=dtype, Index=tf.int32),
+                new_node(base, "Slice", T=dtype, Index=tf.int32),
                 "Slice",
                 (*inputs, first, size),
             )
         kind = "XlaDynamicUpdateSlice"
-        return self._node(base, kind, T=dtype, Tindices=tf.int32), kind, (*inputs, first)
+        return new_node(base, kind, T=dtype, Tindices=tf.int32), kind, (*inputs, first)

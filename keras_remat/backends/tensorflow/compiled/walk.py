@@ -17,7 +17,15 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
 from keras_remat.backends.tensorflow.graph.effects import calls_without_effect
-from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, run_node, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import (
+    constant,
+    copied,
+    data_inputs,
+    new_node,
+    node_of,
+    run_node,
+    tensor_key,
+)
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -57,8 +65,8 @@ class Walk:
 
     def placeholder(self, name: str) -> Any:
         """Returns the node that stands for the value of a variable."""
-        node, spec = tf.compat.v1.NodeDef(name=name, op="Placeholder"), self._specs[name]
-        node.attr["dtype"].type = spec.dtype.as_datatype_enum
+        spec = self._specs[name]
+        node = new_node(name, "Placeholder", dtype=spec.dtype)
         node.attr["shape"].shape.CopyFrom(spec.shape.as_proto())
         return node
 
@@ -85,9 +93,9 @@ class Walk:
             or node.op in op_kinds.PURE_STATEFUL
             or not private.is_stateful(node.op)
         ):
-            self._append(node, node.op, node.name, inputs)
+            self._copy(node, node.op, inputs)
         elif node.op in op_kinds.CONTROL_FLOW and self._is_pure(node):
-            self._append(node, op_kinds.STATELESS[node.op], node.name, inputs)
+            self._copy(node, op_kinds.STATELESS[node.op], inputs)
         else:
             raise UnsupportedModelError(
                 f"{node.op} ({node.name}) has an effect that cannot be compiled into one step."
@@ -104,31 +112,17 @@ class Walk:
         dtype = tf.as_dtype(node.attr["out_type"].type)
         for at, shape in enumerate(shapes):
             name = f"{node.name}/known_{at}" if at else node.name
-            self._same[f"{node.name}:{at}"] = self._constant(name, list(shape), dtype)
+            self._same[f"{node.name}:{at}"] = self._append(constant(name, list(shape), dtype))
         return True
 
-    def _append(
-        self,
-        node: Any,
-        kind: str,
-        name: str,
-        inputs: Sequence[str],
-        attributes: Sequence[str] | None = None,
-    ) -> str:
-        copy = tf.compat.v1.NodeDef(name=name, op=kind)
-        copy.input.extend(inputs)
-        for attribute, value in node.attr.items():
-            if attributes is None or attribute in attributes:
-                copy.attr[attribute].CopyFrom(value)
-        self.nodes.append(copy)
-        return f"{name}:0"
-
-    def _constant(self, name: str, value: Any, dtype: Any) -> str:
-        node = tf.compat.v1.NodeDef(name=name, op="Const")
-        node.attr["dtype"].type = dtype.as_datatype_enum
-        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
+    def _append(self, node: Any) -> str:
         self.nodes.append(node)
-        return f"{name}:0"
+        return f"{node.name}:0"
+
+    def _copy(self, node: Any, kind: str, inputs: Sequence[str]) -> None:
+        copy = copied(node, inputs)
+        copy.op, copy.device = kind, ""
+        self._append(copy)
 
     def current(self, handle: str) -> str:
         """Returns the tensor with a variable's current value."""
@@ -152,23 +146,28 @@ class Walk:
         elif node.op == "AssignVariableOp":
             self.state[handle] = inputs[1]
         elif node.op == "VariableShape":
-            self._constant(name, list(spec.shape), tf.as_dtype(node.attr["out_type"].type))
+            dtype = tf.as_dtype(node.attr["out_type"].type)
+            self._append(constant(name, list(spec.shape), dtype))
         elif node.op == "ResourceGather":
-            axis = self._constant(f"{name}/axis", node.attr["batch_dims"].i, tf.int32)
-            self._append(node, how, name, [current, inputs[1], axis], ("Tindices", "batch_dims"))
-            self._typed(Tparams=spec.dtype, Taxis=tf.int32)
+            axis = self._append(constant(f"{name}/axis", node.attr["batch_dims"].i, tf.int32))
+            types = {
+                "Tparams": spec.dtype,
+                "Tindices": node.attr["Tindices"].type,
+                "Taxis": tf.int32,
+            }
+            gather = new_node(name, how, [current, inputs[1], axis], **types)
+            gather.attr["batch_dims"].i = node.attr["batch_dims"].i
+            self._append(gather)
         elif how.startswith("TensorScatter"):
-            axis = self._constant(f"{name}/axis", -1, tf.int32)
-            rows = self._append(node, "ExpandDims", f"{name}/rows", [inputs[1], axis], ())
-            self.nodes[-1].attr["T"].CopyFrom(node.attr["Tindices"])
-            self._typed(Tdim=tf.int32)
-            self.state[handle] = self._append(
-                node, how, name, [current, rows, inputs[2]], ("Tindices",)
-            )
-            self._typed(T=spec.dtype)
+            axis = self._append(constant(f"{name}/axis", -1, tf.int32))
+            types = {"T": node.attr["Tindices"].type, "Tdim": tf.int32}
+            rows = self._append(new_node(f"{name}/rows", "ExpandDims", [inputs[1], axis], **types))
+            types = {"T": spec.dtype, "Tindices": node.attr["Tindices"].type}
+            scatter = new_node(name, how, [current, rows, inputs[2]], **types)
+            self.state[handle] = self._append(scatter)
         else:
-            self.state[handle] = self._append(node, how, name, [current, inputs[1]], ())
-            self._typed(T=spec.dtype)
+            update = new_node(name, how, [current, inputs[1]], T=spec.dtype)
+            self.state[handle] = self._append(update)
 
     def _branch(self, node: Any, inputs: Sequence[str]) -> None:
         """Writes a condition whose branches read or change variables. The new one gets their values
@@ -195,8 +194,8 @@ class Walk:
         ]
         pure = [branch.as_function(plain, list(used), specs) for branch in branches]
         self._library.function.extend(function.function_def for function in pure)
-        copy = tf.compat.v1.NodeDef(name=node.name, op="StatelessIf", input=[condition, *arguments])
-        copy.attr["Tcond"].CopyFrom(node.attr["Tcond"])
+        types = {"Tcond": node.attr["Tcond"].type}
+        copy = new_node(node.name, "StatelessIf", [condition, *arguments], **types)
         copy.attr["Tin"].list.type.extend(spec.dtype.as_datatype_enum for spec in specs)
         for result in pure[0].outputs:
             copy.attr["Tout"].list.type.append(result.dtype.as_datatype_enum)
@@ -246,11 +245,6 @@ class Walk:
             return [tensors[name] for name in returned]
 
         return private.concrete_function(tf.function(run, autograph=False), *specs)
-
-    def _typed(self, **dtypes: Any) -> None:
-        """Sets attributes of the newest node."""
-        for attribute, dtype in dtypes.items():
-            self.nodes[-1].attr[attribute].type = dtype.as_datatype_enum
 
 
 _BRANCHES = ("then_branch", "else_branch")

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -65,8 +64,8 @@ def body_bytes(
     library: Any,
     captures: Mapping[str, Any],
     shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
-    smallest_bytes: int = 0,
-    in_lists: Mapping[str, int] = MappingProxyType({}),
+    smallest_bytes: int,
+    in_lists: Mapping[str, int],
 ) -> BodyBytes:
     """Returns the memory of the loops and branches of a graph.
 
@@ -82,12 +81,15 @@ def body_bytes(
     calls = [node for node in nodes.values() if node.op in kinds.CONTROL_FLOW]
     functions = {function.signature.name: function for function in library.function}
 
+    def known_shape(tensor: str) -> tuple[int, ...] | None:
+        return shapes.get(tensor, (None, None))[0]
+
     def operand(tensor: str) -> Any:
         external = captures.get(node_of(tensor))
         if external is not None and external.dtype == tf.resource:
             return private.capture(external)
         shape, dtype = shapes.get(tensor_key(tensor), (None, tf.variant))
-        elements = elements_of(nodes, shapes, tensor) if dtype == tf.variant else None
+        elements = elements_of(nodes, known_shape, tensor) if dtype == tf.variant else None
         if elements is not None:
             return private.list_placeholder(*elements)
         return tf.compat.v1.placeholder(dtype, shape)
@@ -219,11 +221,7 @@ class _Bodies:
         return self._nbytes(tensor)
 
     def _nbytes(self, tensor: Any) -> int:
-        if (
-            not tensor.shape.is_fully_defined()
-            or not tensor.dtype.size
-            or tensor.dtype == tf.variant
-        ):
+        if not tensor.shape.is_fully_defined():
             return 0
         nbytes = rounded(int(tensor.dtype.size) * prod(tensor.shape))
         return nbytes if nbytes >= self._smallest else 0

@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_remat.backends.tensorflow.graph.nodes import control_inputs, data_inputs, node_of
+from keras_remat.backends.tensorflow.graph.nodes import (
+    constant,
+    control_inputs,
+    data_inputs,
+    new_node,
+    node_of,
+)
 
 _DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
 #: Ops between a shape and the count that is the divisor.
@@ -96,13 +102,9 @@ def divisions(nodes: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str
         if len(inputs) != 2 or len(others) != 1:
             continue
         dtype = tf.as_dtype(node.attr["T"].type)
-        divisor = tf.compat.v1.NodeDef(name=f"{name}/count", op="Const", device=node.device)
-        divisor.attr["dtype"].type = dtype.as_datatype_enum
-        value = tf.make_tensor_proto(np.asarray(count).astype(dtype.as_numpy_dtype))
-        divisor.attr["value"].tensor.CopyFrom(value)
-        division = tf.compat.v1.NodeDef(name=name, op="RealDiv", device=node.device)
-        division.attr["T"].type = dtype.as_datatype_enum
+        divisor = constant(f"{name}/count", np.asarray(count).astype(dtype.as_numpy_dtype), dtype)
         controls = [f"^{before}" for before in control_inputs(node)]
-        division.input.extend([others[0], divisor.name, *controls])
+        division = new_node(name, "RealDiv", [others[0], divisor.name, *controls], T=dtype)
+        divisor.device = division.device = node.device
         result[name] = divisor, division
     return result

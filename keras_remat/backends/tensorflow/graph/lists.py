@@ -10,7 +10,8 @@ Reference: ``while_v2.py`` (the accumulators) and ``list_kernels.cc`` of TensorF
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from graphlib import TopologicalSorter
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.nodes import (
     data_inputs,
     node_of,
+    numbers_of,
+    outputs_of,
     split_input,
     tensor_key,
 )
@@ -66,19 +69,16 @@ def held_bytes(
         smallest_bytes: bytes of the smallest element that counts, as in the allocator.
     """
     lists = _Lists(nodes, {f.signature.name: f for f in library.function}, shapes)
-    found = {
-        tensor: lists.of(tensor) for tensor, (_, dtype) in shapes.items() if dtype == tf.variant
-    }
     return {
         tensor: of.held_bytes
-        for tensor, of in found.items()
+        for tensor, of in lists.known.items()
         if of.held_bytes and of.element_bytes >= smallest_bytes
     }
 
 
 def elements_of(
     nodes: Mapping[str, Any],
-    shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
+    shape_of: Callable[[str], tuple[int, ...] | None],
     tensor: str,
 ) -> tuple[Any, Any] | None:
     """Returns the shape of a list's elements, as far as known, and their dtype; ``None`` where
@@ -86,7 +86,7 @@ def elements_of(
 
     Args:
         nodes: nodes of a graph, by name.
-        shapes: tensor name → static shape and dtype.
+        shape_of: returns the static shape of a tensor, given its name.
         tensor: the list.
     """
     name, index = split_input(tensor)
@@ -102,7 +102,7 @@ def elements_of(
     dtype = tf.as_dtype(node.attr["element_dtype"].type)
     read = tensor_key(node.input[0])
     if node.op == "TensorListFromTensor":
-        shape = shapes.get(read, (None, None))[0]
+        shape = shape_of(read)
         return tf.TensorShape(shape[1:] if shape else None), dtype
     numbers = nodes.get(node_of(read))
     if numbers is None or numbers.op != "Const":
@@ -113,37 +113,26 @@ def elements_of(
 
 
 class _Lists:
-    """Follows lists through a graph."""
+    """Follows lists through a graph.
+
+    Attributes:
+        known: tensor name → the list behind it.
+    """
 
     def __init__(self, nodes: Mapping[str, Any], functions: Mapping[str, Any], shapes: Any):
         self._nodes, self._functions, self._shapes = nodes, functions, shapes
-        self._known: dict[str, _TensorList] = {}
-
-    def of(self, tensor: str) -> _TensorList:
-        """Returns the list behind a tensor."""
-        waiting = [tensor]
-        while waiting:  # no recursion: a chain of writes may be long
-            name, index = split_input(waiting[-1])
-            read = self._read(name)
-            missing = [source for source in read if source and source not in self._known]
-            if missing:
-                waiting += missing
+        self.known: dict[str, _TensorList] = {}
+        sources = {name: list(map(node_of, node.input)) for name, node in nodes.items()}
+        for name in TopologicalSorter(sources).static_order():
+            if name not in nodes:  # a captured tensor has no node
                 continue
-            self._known[waiting.pop()] = self._made(name, index, read)
-        return self._known[tensor]
+            for at, tensor in enumerate(outputs_of(name, shapes)):
+                if shapes[tensor][1] == tf.variant:
+                    self.known[tensor] = self._made(nodes[name], at)
 
-    def _read(self, name: str) -> list[str | None]:
-        """Returns the inputs of a node, with ``None`` for inputs that are not lists."""
-        node = self._nodes.get(name)  # a captured tensor has no node
-        inputs = [] if node is None else list(map(tensor_key, data_inputs(node)))
-        return [i if self._shapes.get(i, (None, None))[1] == tf.variant else None for i in inputs]
-
-    def _made(self, name: str, index: int, read: list[str | None]) -> _TensorList:
+    def _made(self, node: Any, index: int) -> _TensorList:
         """Returns the list that a node makes of its inputs."""
-        node = self._nodes.get(name)
-        if node is None:
-            return _UNKNOWN
-        lists = [_UNKNOWN if source is None else self._known[source] for source in read]
+        lists = [self.known.get(tensor_key(i), _UNKNOWN) for i in data_inputs(node)]
         if node.op in _RESERVES:
             return self._reserved(node)
         if node.op == "TensorListFromTensor":
@@ -157,18 +146,15 @@ class _Lists:
         return source.full()
 
     def _reserved(self, node: Any) -> _TensorList:
-        shape, count = (self._constant(node.input[at]) for at in (0, 1))
+        shape, count = (self._numbers(node.input[at]) for at in (0, 1))
         if shape is None or count is None or min((*shape, *count), default=0) < 0:
             return _UNKNOWN
         dtype = tf.as_dtype(node.attr["element_dtype"].type)
         return _TensorList(_bytes(shape, dtype), count[0])
 
-    def _constant(self, tensor: str) -> tuple[int, ...] | None:
-        name, _ = split_input(tensor)
-        node = self._nodes.get(name)
-        if node is None or node.op != "Const":
-            return None
-        return tuple(int(n) for n in tf.make_ndarray(node.attr["value"].tensor).flat)
+    def _numbers(self, tensor: str) -> list[int] | None:
+        node = self._nodes.get(node_of(tensor))
+        return None if node is None else numbers_of(node)
 
     def _after_loop(self, node: Any, index: int, lists: list[_TensorList]) -> _TensorList:
         body = self._functions.get(node.attr["body"].func.name)
@@ -226,5 +212,5 @@ class _Body:
         return tensor
 
 
-def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return rounded(prod(shape) * int(dtype.size or 0))
+def _bytes(shape: Sequence[int], dtype: Any) -> int:
+    return rounded(prod(shape) * int(dtype.size))

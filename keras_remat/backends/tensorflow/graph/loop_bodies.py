@@ -19,18 +19,18 @@ from keras_remat.backends.tables import names
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.effects import has_effect
+from keras_remat.backends.tensorflow.graph.lists import elements_of
 from keras_remat.backends.tensorflow.graph.nodes import (
     data_inputs,
     node_of,
+    numbers_of,
     shape_of,
-    split_input,
     tensor_key,
 )
 from keras_remat.backends.tensorflow.graph.slice_rules import (
     RESHAPING,
     Operands,
     modes_of,
-    numbers_of,
     views_to,
 )
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
@@ -106,11 +106,15 @@ class Bodies:
         found: list[_Written] = []
 
         def operand(tensor: str, dtype: Any) -> Any:
-            external = captures.get(node_of(views_to(step, tensor)[-1]))
+            owner = views_to(step, tensor)[-1]
+            external = captures.get(node_of(owner))
             if external is not None and external.dtype == tf.resource:
                 return private.capture(external)
             if dtype == tf.variant:
-                return private.list_placeholder(*_elements(step, tensor))
+                elements = elements_of(step.nodes, step.tensor_shapes.get, owner)
+                if elements is None:
+                    raise StaysWholeError(f"the elements of {owner} are not known")
+                return private.list_placeholder(*elements)
             return tf.compat.v1.placeholder(dtype, step.tensor_shapes.get(tensor))
 
         def build() -> list[Any]:
@@ -123,25 +127,6 @@ class Bodies:
 
         private.build_function(build, [])
         return found[0]
-
-
-def _elements(step: TensorFlowStep, tensor: str) -> tuple[Any, Any]:
-    """Returns the shape of a list's elements, as far as known, and their dtype."""
-    name, index = split_input(views_to(step, tensor)[-1])
-    node = step.nodes[name]
-    read = [tensor_key(i) for i in data_inputs(node)]
-    if node.op in ("EmptyTensorList", "TensorListReserve"):
-        numbers = numbers_of(step.nodes[node_of(views_to(step, read[0])[-1])])
-        is_known = numbers is not None and step.tensor_shapes.get(read[0]) != ()
-        sizes = [None if n < 0 else n for n in numbers or ()] if is_known else None
-        return tf.TensorShape(sizes), tf.as_dtype(node.attr["element_dtype"].type)
-    if node.op == "TensorListFromTensor":
-        shape = step.tensor_shapes.get(read[0])
-        dtype = tf.as_dtype(node.attr["element_dtype"].type)
-        return tf.TensorShape(shape[1:] if shape else None), dtype
-    if node.op in ("ZerosLike", "AddN", "StatelessWhile"):
-        return _elements(step, read[index])
-    raise StaysWholeError(f"{node.op} {name} makes a list")
 
 
 def _after_round(

@@ -37,13 +37,14 @@ from keras_remat.backends.tensorflow.graph.loop_bodies import (
 from keras_remat.backends.tensorflow.graph.nodes import (
     data_inputs,
     node_of,
+    numbers_of,
+    outputs_of,
     split_input,
     tensor_key,
 )
 from keras_remat.backends.tensorflow.graph.slice_rules import (
     RESHAPING,
     OutputMode,
-    numbers_of,
     views_to,
 )
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
@@ -238,10 +239,7 @@ class _Group:
             raise StaysWholeError(f"{node.op} {node.name} is not known in its surroundings")
 
     def _made(self, node: Any) -> list[str]:
-        found: list[str] = []
-        while f"{node.name}:{len(found)}" in self._step.tensor_shapes:
-            found.append(f"{node.name}:{len(found)}")
-        return found
+        return outputs_of(node.name, self._step.tensor_shapes)
 
     def _is_list(self, tensor: str) -> bool:
         owner = self._owner(tensor)
@@ -265,10 +263,8 @@ class _Group:
         begin = data_inputs(node)[1]
         masks = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")
         is_plain = not any(node.attr[mask].i & 1 for mask in masks)
-        return node.attr["shrink_axis_mask"].i == 1 and is_plain and self._has_one(begin)
-
-    def _has_one(self, tensor: str) -> bool:
-        return len(self._numbers(tensor) or ()) == 1
+        takes_one = len(self._numbers(begin) or ()) == 1
+        return node.attr["shrink_axis_mask"].i == 1 and is_plain and takes_one
 
     # ---------------------------------------------------------------- rules
 
@@ -278,7 +274,8 @@ class _Group:
         Raises:
             StaysWholeError: a node cannot run on a part.
         """
-        found = {name: self._rule(self._step.nodes[name]) for name in self._in_order()}
+        in_order = (op.name for op in self._step.graph.ops if op.name in self.members)
+        found = {name: self._rule(self._step.nodes[name]) for name in in_order}
         sizes = [size for rule in found.values() for size in rule.sizes]
         if not sizes:
             raise StaysWholeError("nothing in it is known to follow the batch")
@@ -288,17 +285,13 @@ class _Group:
             for name, rule in found.items()
         }
 
-    def _in_order(self) -> list[str]:
-        return [op.name for op in self._step.graph.ops if op.name in self.members]
-
     def _rule(self, node: Any) -> LoopRule:
         if node.op == "StatelessWhile":
             return self._loop_rule(node)
         inputs: list[LoopInput] = []
         sizes: list[int] = []
         for at, read in enumerate(data_inputs(node)):
-            owner = self._owner(read)
-            if self._is_constant(owner):
+            if self._step.nodes[node_of(self._owner(read))].op == "Const":
                 inputs.append(self._constant_input(node, at))
             else:
                 inputs.append("part")
@@ -309,9 +302,6 @@ class _Group:
             self._lists[tensor] = self._list_mode(node)
         outputs: list[OutputMode] = ["part"] * len(self._made(node))
         return LoopRule(tuple(inputs), tuple(outputs), tuple(sizes))
-
-    def _is_constant(self, owner: str) -> bool:
-        return bool(self._step.nodes[node_of(owner)].op == "Const")
 
     def _constant_input(self, node: Any, at: int) -> LoopInput:
         """Returns how a part reads a constant that names a shape, an axis or a number."""

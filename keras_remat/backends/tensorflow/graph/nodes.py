@@ -5,11 +5,14 @@ An input is a tensor, ``"node"`` or ``"node:1"``, or a control edge, ``"^node"``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from math import prod
 from typing import Any
 
 import tensorflow as tf
+
+#: Larger constants are not read as numbers: they cannot be shapes.
+_MOST_NUMBERS = 64
 
 
 def split_input(name: str) -> tuple[str, int]:
@@ -52,6 +55,41 @@ def copied(node: Any, inputs: Iterable[str], name: str = "") -> Any:
     return copy
 
 
+def new_node(name: str, kind: str, inputs: Iterable[str] = (), **types: Any) -> Any:
+    """Returns a node.
+
+    Args:
+        name: name of the node.
+        kind: type of its op.
+        inputs: what it reads and waits for.
+        types: attributes that are dtypes.
+    """
+    node = tf.compat.v1.NodeDef(name=name, op=kind, input=inputs)
+    for attribute, dtype in types.items():
+        node.attr[attribute].type = tf.as_dtype(dtype).as_datatype_enum
+    return node
+
+
+def constant(name: str, value: Any, dtype: Any) -> Any:
+    """Returns a node that is a constant."""
+    node = new_node(name, "Const", dtype=dtype)
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
+    return node
+
+
+def outputs_of(name: str, shapes: Container[str]) -> list[str]:
+    """Returns the outputs of a node.
+
+    Args:
+        name: name of the node.
+        shapes: the names of all tensors.
+    """
+    found: list[str] = []
+    while (tensor := f"{name}:{len(found)}") in shapes:
+        found.append(tensor)
+    return found
+
+
 def reachable(roots: Iterable[str], sources: Callable[[str], Iterable[str]]) -> set[str]:
     """Returns the roots and all nodes that they depend on.
 
@@ -80,6 +118,16 @@ def constant_bytes(node: Any) -> int:
     size: int = tf.dtypes.as_dtype(written.dtype).size
     elements: int = prod(dim.size for dim in written.tensor_shape.dim)
     return size * elements
+
+
+def numbers_of(node: Any) -> list[int] | None:
+    """Returns the numbers of a node that is a small constant of ints; ``None`` for others."""
+    if node.op != "Const" or not tf.as_dtype(node.attr["dtype"].type).is_integer:
+        return None
+    tensor = node.attr["value"].tensor
+    if prod(d.size for d in tensor.tensor_shape.dim) > _MOST_NUMBERS:
+        return None
+    return [int(n) for n in tf.make_ndarray(tensor).reshape(-1)]
 
 
 def is_compiled(node: Any) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends.tensorflow.graph.nodes import constant
+
 #: Ops that pass on the number of rows.
 _HANDED_ON = frozenset({"Identity", "Cast", "StridedSlice"})
 
@@ -29,14 +31,11 @@ def tell_rows(operations: Iterable[Any], graph_def: Any) -> None:
             continue
         shape, rows = tf.get_static_value(op.inputs[0]), _rows(op)
         if shape is not None and shape.ndim == 1 and shape[0] == -1 and rows is not None:
-            asked[op.name] = tf.make_tensor_proto([rows, *shape[1:]], op.inputs[0].dtype)
-    for node in list(graph_def.node) if asked else ():
-        if node.name not in asked:
-            continue
-        told = graph_def.node.add(name=f"{node.name}/rows", op="Const")
-        told.attr["value"].tensor.CopyFrom(asked[node.name])
-        told.attr["dtype"].type = asked[node.name].dtype
-        node.input[0] = told.name
+            asked[op.name] = constant(f"{op.name}/rows", [rows, *shape[1:]], op.inputs[0].dtype)
+    for node in graph_def.node:
+        if node.name in asked:
+            node.input[0] = asked[node.name].name
+    graph_def.node.extend(asked.values())
 
 
 def _rows(op: Any) -> int | None:

@@ -28,6 +28,8 @@ from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.nodes import (
     data_inputs,
     node_of,
+    numbers_of,
+    outputs_of,
     split_input,
     tensor_key,
 )
@@ -352,23 +354,9 @@ def _tells_shape(numbers: Sequence[int] | None, result: Shape) -> bool:
     return numbers is not None and len(numbers) == len(result) and numbers[0] in (result[0], -1)
 
 
-#: Larger constants are not read: they cannot be shapes.
-_MOST_NUMBERS = 64
-
-
 def _constant(step: TensorFlowStep, key: str) -> list[int] | None:
     """Returns the numbers of a small constant of ints; ``None`` for other tensors."""
     return numbers_of(step.nodes[node_of(views_to(step, key)[-1])])
-
-
-def numbers_of(node: Any) -> list[int] | None:
-    """Returns the numbers of a node that is a small constant of ints; ``None`` for others."""
-    if node.op != "Const" or not tf.as_dtype(node.attr["dtype"].type).is_integer:
-        return None
-    tensor = node.attr["value"].tensor
-    if prod(d.size for d in tensor.tensor_shape.dim) > _MOST_NUMBERS:
-        return None
-    return [int(n) for n in tf.make_ndarray(tensor).reshape(-1)]
 
 
 def views_to(step: TensorFlowStep, tensor: str) -> list[str]:
@@ -438,12 +426,11 @@ def _rule_of_node(step: TensorFlowStep, node: Any) -> _NodeRule | None:
             sliced.add(chain[-1])
     if not sliced and "shape" not in modes:
         return None
-    at = 0
-    while output == "part" and f"{node.name}:{at}" in step.tensor_shapes:
-        shape = step.tensor_shapes[f"{node.name}:{at}"]
+    for tensor in outputs_of(node.name, step.tensor_shapes) if output == "part" else ():
+        shape = step.tensor_shapes[tensor]
         if not shape:
             return None
-        divides, at = gcd(divides, shape[0]), at + 1
+        divides = gcd(divides, shape[0])
     if "counter" in modes:
         divides = whole_draws(step.tensor_shapes[f"{node.name}:0"] or ())
         if not divides:

@@ -39,10 +39,13 @@ from keras_remat.backends.tensorflow.graph.loop_slices import (
     loops_of,
 )
 from keras_remat.backends.tensorflow.graph.nodes import (
+    constant,
     control_inputs,
     copied,
     data_inputs,
+    new_node,
     node_of,
+    outputs_of,
     reachable,
     split_input,
     tensor_key,
@@ -273,19 +276,15 @@ class _Writer:
             shape: shape of its output.
             types: attributes that are dtypes.
         """
-        node = tf.compat.v1.NodeDef(name=name, op=kind, input=inputs)
-        for attribute, dtype in types.items():
-            node.attr[attribute].type = tf.as_dtype(dtype).as_datatype_enum
-        self._nodes[name] = node
+        self._nodes[name] = new_node(name, kind, inputs, **types)
         self._shapes[f"{name}:0"] = shape
         return f"{name}:0"
 
     def _constant(self, name: str, value: Any, dtype: Any = tf.int32) -> str:
         """Writes a constant; returns its tensor."""
         if name not in self._nodes:
-            array = np.asarray(value)
-            self._node(name, "Const", (), tuple(array.shape), dtype=dtype)
-            self._nodes[name].attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array, dtype))
+            self._nodes[name] = constant(name, value, dtype)
+            self._shapes[f"{name}:0"] = np.shape(value)
             self._folded.add(name)
         return f"{name}:0"
 
@@ -346,11 +345,9 @@ class _Writer:
             self._divide_part(name, new)
             if name != op_name:
                 self._attached[new] = f"{op_name}/slice_{part}"
-            at = 0
-            while (tensor := f"{name}:{at}") in self._step.tensor_shapes:
+            for at, tensor in enumerate(outputs_of(name, self._step.tensor_shapes)):
                 shape = self._part_shape(tensor) if output == "part" else self._shape(tensor)
                 self._shapes[f"{new}:{at}"] = shape
-                at += 1
 
     def _write_part_of_loop(self, name: str, part: int) -> None:
         """Writes a part of a loop or of an op in its group, as traced at the part's size."""
@@ -428,10 +425,7 @@ class _Writer:
             numbers = np.array(tf.make_ndarray(node.attr["value"].tensor))
             if numbers[0] >= 0:
                 numbers[0] //= self._sliced.slicing.parts
-            self._nodes[name] = copied(node, (), name)
-            self._nodes[name].attr["value"].tensor.CopyFrom(tf.make_tensor_proto(numbers))
-            self._shapes[f"{name}:0"] = tuple(numbers.shape)
-            self._folded.add(name)
+            self._constant(name, numbers, numbers.dtype)
         return f"{name}:0"
 
     # ---------------------------------------------------------------- cuts, joins and sums

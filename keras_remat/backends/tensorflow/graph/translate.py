@@ -23,6 +23,7 @@ from keras_remat.backends.tensorflow.graph.nodes import (
     control_inputs,
     data_inputs,
     node_of,
+    outputs_of,
     reachable,
     split_input,
     tensor_key,
@@ -94,7 +95,7 @@ class Translation:
         if tensor in self.behind:
             return self.behind[tensor]
         shape, dtype = self.shapes.get(tensor, (None, None))
-        if shape is None or dtype is None or dtype.size is None:
+        if shape is None:
             return 0
         return rounded(int(dtype.size) * prod(shape))
 
@@ -353,7 +354,7 @@ class Translation:
             )
         owners += self._shapes_read(name)
         reads = tuple(dict.fromkeys(table.id_of(o, ids.get(node_of(o))) for o in owners))
-        written = (tensor for part in parts for tensor in _outputs_of(part, self.shapes))
+        written = (tensor for part in parts for tensor in outputs_of(part, self.shapes))
         writes = tuple(table.id_of(tensor, ids[name]) for tensor in written)
         reusable = dict.fromkeys(table.ids[owner] for owner in self._reusable(node, tried))
         return Op(
@@ -427,10 +428,3 @@ class _Values:
             dtype_name = getattr(dtype, "name", None)
             self.values.append(Value(at, tensor, nbytes, shape, dtype_name, producer))
         return self.ids[tensor]
-
-
-def _outputs_of(name: str, shapes: Mapping[str, Any]) -> Iterator[str]:
-    index = 0
-    while f"{name}:{index}" in shapes:
-        yield f"{name}:{index}"
-        index += 1
