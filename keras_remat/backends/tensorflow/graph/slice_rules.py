@@ -138,18 +138,14 @@ def _fused_inputs(op: Operands) -> list[InputMode] | None:
     return modes if len(modes) == len(op.shapes) - 2 else None
 
 
-def _fused_convolution(op: Operands) -> Found:
+def _fused(op: Operands) -> Found:
     more = _fused_inputs(op)
-    return None if more is None else (("part", "whole", *more), "part")
+    is_transposed = op.node.op == "_FusedMatMul" and op.node.attr["transpose_a"].b
+    return None if more is None or is_transposed else (("part", "whole", *more), "part")
 
 
 def _product(op: Operands) -> Found:
     attributes = op.node.attr
-    if op.node.op == "_FusedMatMul":
-        more = _fused_inputs(op)
-        if more is None or attributes["transpose_a"].b:
-            return None
-        return ("part", "whole", *more), "part"
     if not attributes["transpose_a"].b:
         return ("part", "whole"), "part"
     return None if attributes["transpose_b"].b else (("part", "part"), "sum")
@@ -183,12 +179,16 @@ def _softmax_cross_entropy(op: Operands) -> Found:
     return ("part", "part" if labels[0] == features[0] else "whole"), "part"
 
 
+def _leaves_first(axes: Sequence[int] | None, shape: Shape) -> bool:
+    """Returns whether the first axis of a shape is not among some axes; false for unknown ones."""
+    return axes is not None and 0 not in {axis % len(shape) for axis in axes}
+
+
 def _reduction(op: Operands) -> Found:
     axes = op.constants.get(1)
     if axes is None or not op.shapes[0]:
         return None
-    rank = len(op.shapes[0])
-    if 0 not in {axis % rank for axis in axes}:
+    if _leaves_first(axes, op.shapes[0]):
         return ("part", "whole"), "part"
     if op.node.op == "Sum":
         return ("part", "whole"), "sum"
@@ -196,31 +196,19 @@ def _reduction(op: Operands) -> Found:
 
 
 def _along_another_axis(op: Operands) -> Found:
-    """Handles ops that work along the axis named by the second input."""
-    axis = op.constants.get(1)
-    if axis is None or axis[0] % len(op.shapes[0]) == 0:
-        return None
-    return ("part", "whole"), "part"
+    """Handles ops that work along the axes named by the second input."""
+    is_other = _leaves_first(op.constants.get(1), op.shapes[0])
+    return (("part", "whole"), "part") if is_other else None
 
 
 def _splitting(op: Operands) -> Found:
     """Handles ops that divide a value along the axis named by the first input."""
-    axis = op.constants.get(0)
-    if axis is None or axis[0] % len(op.shapes[1]) == 0:
-        return None
-    return ("whole", "part"), "part"
-
-
-def _reversal(op: Operands) -> Found:
-    axes = op.constants.get(1)
-    if not axes or 0 in {axis % len(op.result) for axis in axes}:
-        return None
-    return ("part", "whole"), "part"
+    is_other = _leaves_first(op.constants.get(0), op.shapes[1])
+    return (("whole", "part"), "part") if is_other else None
 
 
 def _concatenation(op: Operands) -> Found:
-    axis = op.constants.get(len(op.shapes) - 1)
-    if axis is None or axis[0] % len(op.result) == 0:
+    if not _leaves_first(op.constants.get(len(op.shapes) - 1), op.result):
         return None
     parts: list[InputMode] = ["part"] * (len(op.shapes) - 1)
     return (*parts, "whole"), "part"
@@ -300,15 +288,14 @@ _BY_SHAPE: Mapping[str, Callable[[Operands], Found]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(("Softmax", "LogSoftmax"), _by_sample),
     "Select": _choice,
-    **dict.fromkeys(("_FusedConv2D", "_FusedDepthwiseConv2dNative"), _fused_convolution),
-    **dict.fromkeys(("MatMul", "_FusedMatMul"), _product),
+    **dict.fromkeys(("_FusedConv2D", "_FusedDepthwiseConv2dNative", "_FusedMatMul"), _fused),
+    "MatMul": _product,
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _batch_product),
     "Einsum": _einsum,
     "SoftmaxCrossEntropyWithLogits": _softmax_cross_entropy,
     **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any"), _reduction),
-    **dict.fromkeys(("ArgMax", "ArgMin", "Cumsum"), _along_another_axis),
+    **dict.fromkeys(("ArgMax", "ArgMin", "Cumsum", "ReverseV2"), _along_another_axis),
     "Split": _splitting,
-    "ReverseV2": _reversal,
     "ConcatV2": _concatenation,
     "Transpose": _transposition,
     **dict.fromkeys(("Pad", "PadV2", "MirrorPad"), _padding),
