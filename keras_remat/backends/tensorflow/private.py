@@ -101,7 +101,7 @@ def optimize_graph(
     placeholders = {}
     written = {node.name: node.device for node in meta_graph.graph_def.node if node.device}
     for node in list(meta_graph.graph_def.node):
-        node.device = node.device or (_GPU if on_gpu and _gpu_kernels(node.op) else _CPU)
+        node.device = node.device or (_GPU if on_gpu and _has_gpu_kernel(node.op) else _CPU)
         if node.op == "Placeholder" or (node.op == "Const" and node.name in captures):
             placeholders[node.name] = tf.compat.v1.NodeDef.FromString(node.SerializeToString())
             if node.op == "Const":
@@ -266,10 +266,14 @@ def variable_spec(handle: Any) -> Any:
 
 
 @cache
-def _gpu_kernels(kind: str) -> tuple[Any, ...]:
-    """Returns the kernels of an operation type that run on a GPU."""
+def _registered_kernels(kind: str, device_types: tuple[str, ...]) -> tuple[Any, ...]:
+    """Returns the kernels of an operation type for these types of devices."""
     registered = kernels.get_registered_kernels_for_op(kind).kernel
-    return tuple(kernel for kernel in registered if kernel.device_type in _GPU_KERNELS)
+    return tuple(kernel for kernel in registered if kernel.device_type in device_types)
+
+
+def _has_gpu_kernel(kind: str) -> bool:
+    return bool(_registered_kernels(kind, _GPU_KERNELS))
 
 
 def stays_on_host(node: Any) -> bool:
@@ -285,7 +289,7 @@ def stays_on_host(node: Any) -> bool:
         return False
     fitting = [
         kernel
-        for kernel in _gpu_kernels(node.op)
+        for kernel in _registered_kernels(node.op, _GPU_KERNELS)
         if all(_allows(constraint, node) for constraint in kernel.constraint)
     ]
     if not fitting:

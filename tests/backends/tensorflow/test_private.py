@@ -84,7 +84,7 @@ def test_kernels_for_every_device_keep_the_layout(monkeypatch):
             <= {k.device_type for k in private.kernels.get_registered_kernels_for_op(kind).kernel}
         }
         assert {"Shape", "ReadVariableOp"} & default
-        monkeypatch.setattr(private, "_gpu_kernels", lambda kind: kind not in default)
+        monkeypatch.setattr(private, "_has_gpu_kernel", lambda kind: kind not in default)
         before = traced_of(model, 16)
     assert transposes_of(known.graph) < transposes_of(before.graph) / 2
     assert not {node.device for node in known.nodes.values()} - {""}
