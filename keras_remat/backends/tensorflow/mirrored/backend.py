@@ -52,7 +52,6 @@ class MirroredBackend(TensorFlowBackend):
         super().__init__()
         self._strategy = model.distribute_strategy
         self._is_first = True
-        self.batch_multiple = int(self._strategy.num_replicas_in_sync)
 
     @cached_property
     def device(self) -> measure.TensorFlowDevice:
@@ -102,6 +101,11 @@ class MirroredBackend(TensorFlowBackend):
                     f"{variable.path} is on {len(parts)} of {self._strategy.num_replicas_in_sync} "
                     "replicas: make and compile the model inside of strategy.scope()."
                 )
+
+    @property
+    def batch_multiple(self) -> int:
+        """Returns the number of replicas."""
+        return int(self._strategy.num_replicas_in_sync)
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         count = self.batch_multiple

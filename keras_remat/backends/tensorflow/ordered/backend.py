@@ -78,7 +78,6 @@ class TensorFlowBackend:
     compilation = "ordered"
     measures_op_times = True
     runs_slices = True
-    batch_multiple = 1
     auto_solver = "auto"
     processes = Processes()
     #: The train function of the running ``fit``.
@@ -96,6 +95,11 @@ class TensorFlowBackend:
         """Returns whether cuDNN may choose kernels; the workspace of TensorFlow's own follows from
         their shapes."""
         return on_gpu()
+
+    @property
+    def batch_multiple(self) -> int:
+        """Returns 1: one device trains whole batches."""
+        return 1
 
     @cached_property
     def device(self) -> measure.TensorFlowDevice:
