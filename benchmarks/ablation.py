@@ -221,7 +221,7 @@ def gaps(report: Report, given: argparse.Namespace) -> None:
         base = base_orders(tighter)[-1]
         policy = greedy.SLICED_POLICIES[0]
         run = eviction.Eviction(tighter, base, policy, NO_DEADLINE, float("inf"))
-        order = trimmed(problem, run.run(_PATIENCE * len(base)), tighter.budget_bytes or 0)
+        order = trimmed(tighter, run.run(_PATIENCE * len(base)))
         found.append(Schedule(order))
     before = [f"{memory.peak_bytes(problem, one) / MIB:.1f}" for one in found]
     names = [f"{mib} MiB alive" for mib in given.alive.split(",")]

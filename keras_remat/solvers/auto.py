@@ -154,10 +154,8 @@ class _Search:
         """
         seconds = seconds_of(self.problem, order)
         if seconds < self.incumbent.best_s * (1 - OPTIONS.proof_tolerance):
-            if self.problem.budget_bytes is not None:
-                order = trimmed(self.problem, order, self.problem.budget_bytes)
             self.incumbent.solver = solver
-            self.incumbent.offer(order)
+            self.incumbent.offer(trimmed(self.problem, order))
         return seconds < float("inf")
 
     def raise_bound(self, bound_s: float) -> None:

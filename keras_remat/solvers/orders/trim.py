@@ -24,26 +24,26 @@ from keras_remat.core.simulate import last_reads, live_bytes
 MAX_PASSES = 10
 
 
-def trimmed(problem: Problem, order: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
-    """Returns the order without the repeated runs that are not needed under ``budget_bytes``.
+def trimmed(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
+    """Returns the order without the repeated runs that the problem's budget has room to avoid.
 
     Args:
-        problem: the graph and its costs; its own budget plays no part.
+        problem: a problem with a budget.
         order: a legal order; returned as it is when it does not fit.
-        budget_bytes: the peak to stay within, resident bytes included.
     """
     current = tuple(order)
     for _ in range(MAX_PASSES):
-        removed = _removable(problem, current, budget_bytes)
+        removed = _removable(problem, current)
         if not removed:
             break
         current = tuple(op_id for at, op_id in enumerate(current) if at not in removed)
     return current
 
 
-def _removable(problem: Problem, order: tuple[int, ...], budget_bytes: int) -> set[int]:
+def _removable(problem: Problem, order: tuple[int, ...]) -> set[int]:
     """Returns positions that can be removed together."""
     graph, time_s = problem.graph, problem.profile.op_time_s
+    budget_bytes = problem.budget_bytes or 0
     live = live_bytes(problem, Schedule(order))
     if len(live) == 0 or live.max() > budget_bytes:
         return set()

@@ -336,4 +336,4 @@ def solve(incumbent: Incumbent, seed: int) -> None:
             tried.add(tuple(actions))
             order = action_order(stages, actions)
             if incumbent.offer(order):
-                incumbent.offer(trimmed(problem, order, problem.budget_bytes))
+                incumbent.offer(trimmed(problem, order))

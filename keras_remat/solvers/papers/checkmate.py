@@ -115,25 +115,22 @@ def build(
     problem: Problem,
     detailed: Collection[int] | None = None,
     *,
-    budget_bytes: int | None = None,
     deadline: Deadline = NO_DEADLINE,
 ) -> Program:
     """Returns the program of a problem.
 
     Args:
-        problem: must have a budget unless ``budget_bytes`` is given.
+        problem: a problem with a budget.
         detailed: stages to write within-stage memory for; ``None`` for all of them, which is
             Checkmate's program.
-        budget_bytes: a budget to use instead of the problem's.
         deadline: deadline for writing the program.
 
     Raises:
         TimeoutError: the deadline was over before the program was written.
     """
-    limit = problem.budget_bytes if budget_bytes is None else budget_bytes
-    if limit is None:
+    if problem.budget_bytes is None:
         raise ValueError("a budget is needed")
-    writer = _Writer(problem, limit, deadline)
+    writer = _Writer(problem, problem.budget_bytes, deadline)
     writer.add_variables()
     writer.add_existence()
     writer.add_stage_ends()

@@ -21,11 +21,10 @@ program proves nothing about other orders, and raises
 from __future__ import annotations
 
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
-from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines.milp import GAP, Backend, optimize
-from keras_remat.solvers.orders.incumbent import Incumbent, run
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.papers import dtr
 from keras_remat.solvers.papers.checkmate import build
 
@@ -57,26 +56,23 @@ def solve(incumbent: Incumbent, seed: int, *, backend: Backend = "highs") -> Non
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return
     incumbent.keeps_order = True
-    fallback: Solution | None = None
-    try:
-        share_s = FALLBACK_SHARE * incumbent.deadline.seconds
-        fallback = run(dtr.solve, problem, name="dtr", time_limit_s=share_s, seed=seed)
-    except ScheduleNotFoundError as error:
-        incumbent.least_peak_bytes = error.best_peak_bytes
-    budget, detailed = problem.budget_bytes, set[int]()
+    fallback = Incumbent(problem, "dtr", FALLBACK_SHARE * incumbent.deadline.seconds)
+    dtr.solve(fallback, seed)
+    incumbent.least_peak_bytes = fallback.least_peak_bytes
+    tighter, detailed = problem, set[int]()
     n = len(problem.graph.needed)
     if n * n > MAX_VARIABLES:
         incumbent.reason = f"{n} ops are too many for the program"
     while not incumbent.reason and not incumbent.deadline.is_over:
         try:
-            program = build(problem, detailed, budget_bytes=budget, deadline=incumbent.deadline)
+            program = build(tighter, detailed, deadline=incumbent.deadline)
         except TimeoutError:
             break
         answer = optimize(program, incumbent.deadline.left_s(), backend=backend)
         if answer.status == "infeasible":
             incumbent.reason = "its program has no solution; other orders may fit"
             break
-        if not detailed and budget == problem.budget_bytes:
+        if not detailed and tighter is problem:
             incumbent.bound_s = safe_bound_s(problem, program.seconds(answer.bound))
         if answer.x is None:
             break
@@ -87,22 +83,22 @@ def solve(incumbent: Incumbent, seed: int, *, backend: Backend = "highs") -> Non
             order, live_bytes(problem, Schedule(tuple(order))), problem.budget_bytes
         )
         if over <= detailed:  # over by the solver's tolerance only
-            budget = int(budget * (1 - 1e-5)) - 1
+            tighter = problem.with_budget(int((tighter.budget_bytes or 0) * (1 - 1e-5)) - 1)
         detailed |= over
     # dtr's is faster where the program was stopped early or its model is left
-    if (
-        fallback is not None
-        and fallback.usage is not None
-        and (incumbent.usage is None or fallback.usage.time_s < incumbent.usage.time_s * (1 - GAP))
-    ):
+    if fallback.order is not None and fallback.best_s < incumbent.best_s * (1 - GAP):
         incumbent.solver = fallback.solver
-        incumbent.offer(fallback.schedule.order)
-    incumbent.optimal = incumbent.usage is not None and meets(
-        incumbent.usage.time_s, incumbent.bound_s, problem
-    )
+        incumbent.offer(fallback.order)
+    incumbent.optimal = meets_bound(incumbent)
 
 
-def meets(time_s: float, bound_s: float, problem: Problem) -> bool:
-    """Returns whether a time equals a bound up to the tolerances of :func:`safe_bound_s`."""
-    extra = time_s - problem.store_all_time_s
-    return time_s - bound_s <= 2 * TOLERANCE * (max(0.0, extra) + 1e-3 * problem.store_all_time_s)
+def meets_bound(incumbent: Incumbent) -> bool:
+    """Returns whether there is an order, as fast as the bound.
+
+    Both have the tolerances of :func:`safe_bound_s`.
+    """
+    if incumbent.order is None:
+        return False
+    store_all_s = incumbent.problem.store_all_time_s
+    extra = max(0.0, incumbent.best_s - store_all_s)
+    return incumbent.best_s - incumbent.bound_s <= 2 * TOLERANCE * (extra + 1e-3 * store_all_s)

@@ -342,4 +342,4 @@ def solve(
             continue
         ops_run += len(order)
         if incumbent.offer(order):
-            incumbent.offer(trimmed(problem, order, budget))
+            incumbent.offer(trimmed(problem, order))

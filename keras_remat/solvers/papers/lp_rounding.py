@@ -28,7 +28,7 @@ from keras_remat.solvers.orders.demand import Walk, order_of
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers.checkmate import Program, build
-from keras_remat.solvers.papers.checkmate_milp import MAX_VARIABLES, meets, safe_bound_s
+from keras_remat.solvers.papers.checkmate_milp import MAX_VARIABLES, meets_bound, safe_bound_s
 
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9, 0.02, 0.98, 0.4, 0.6, 0.2, 0.8)
 EPSILONS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -36,9 +36,7 @@ RANDOM_ROUNDINGS = 20  # per ε
 NOT_IN_TIME = "the relaxation was not solved in time"
 
 
-def relaxation(
-    problem: Problem, deadline: Deadline, *, budget_bytes: int | None = None
-) -> tuple[Program, Answer]:
+def relaxation(problem: Problem, deadline: Deadline) -> tuple[Program, Answer]:
     """Solves the linear relaxation of Checkmate's program.
 
     Without within-stage memory rows (see :mod:`keras_remat.solvers.papers.checkmate`) it has a
@@ -46,14 +44,13 @@ def relaxation(
     ResNet50 (353 ops) it takes about 20 s.
 
     Args:
-        problem: must have a budget unless ``budget_bytes`` is given.
+        problem: a problem with a budget.
         deadline: deadline for the solution.
-        budget_bytes: a budget to use instead of the problem's.
 
     Raises:
         TimeoutError: the deadline was over before the program was written.
     """
-    program = build(problem, (), budget_bytes=budget_bytes, deadline=deadline)
+    program = build(problem, (), deadline=deadline)
     return program, optimize(program, deadline.left_s(), relax=True)
 
 
@@ -126,10 +123,9 @@ def solve(incumbent: Incumbent, seed: int, *, randomized: bool = True) -> None:
     for epsilon in EPSILONS:
         if incumbent.deadline.is_over:
             break
+        tighter = problem.with_budget(max(1, int(budget * (1 - epsilon))))
         try:
-            program, answer = relaxation(
-                problem, incumbent.deadline, budget_bytes=max(1, int(budget * (1 - epsilon)))
-            )
+            program, answer = relaxation(tighter, incumbent.deadline)
         except TimeoutError:
             incumbent.reason = incumbent.reason if epsilon else NOT_IN_TIME
             break
@@ -146,11 +142,9 @@ def solve(incumbent: Incumbent, seed: int, *, randomized: bool = True) -> None:
         for source in (None, rng) if rng is not None else (None,):
             for order in roundings(program, answer.x, source):
                 if incumbent.offer(order):
-                    incumbent.offer(trimmed(problem, order, budget))
+                    incumbent.offer(trimmed(problem, order))
                 if incumbent.deadline.is_over:
                     break
-        if incumbent.usage is not None and meets(
-            incumbent.usage.time_s, incumbent.bound_s, problem
-        ):
-            incumbent.optimal = True
+        incumbent.optimal = meets_bound(incumbent)
+        if incumbent.optimal:
             break

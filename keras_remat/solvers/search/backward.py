@@ -63,11 +63,11 @@ def solve(incumbent: Incumbent, seed: int) -> None:
         InfeasibleBudgetError: it is proved that no schedule fits.
     """
     problem = incumbent.problem
-    if incumbent.offer_store_all() or problem.budget_bytes is None:
+    if incumbent.offer_store_all():
         return
     max_steps = steps_limit(incumbent.deadline.seconds / 2)
     for order in both(problem, max_steps, incumbent.deadline):
-        incumbent.offer(trimmed(problem, order, problem.budget_bytes))
+        incumbent.offer(trimmed(problem, order))
 
 
 def both(problem: Problem, max_steps: int, deadline: Deadline) -> Iterator[tuple[int, ...]]:

@@ -123,11 +123,11 @@ def look(problem: Problem, below_s: float) -> tuple[int, ...] | None:
         problem: a problem with a budget.
         below_s: seconds; an order that recomputes and is slower will not do.
     """
-    orders, budget = base_orders(problem), problem.budget_bytes
+    orders = base_orders(problem)
     fitting = _fitting(problem, orders)
-    if fitting is not None or budget is None:
+    if fitting is not None:
         return fitting
-    passes = _Passes(problem, budget, NO_DEADLINE, sys.maxsize, 0, below_s)
+    passes = _Passes(problem, NO_DEADLINE, sys.maxsize, 0, below_s)
     return next(_in_slices(problem, passes, orders), None)
 
 
@@ -169,7 +169,7 @@ def candidates(
         yield fitting
     if fitting is not None or budget is None:
         return
-    passes = _Passes(problem, budget, deadline, max_steps, sure_steps(problem) if anyway else 0)
+    passes = _Passes(problem, deadline, max_steps, sure_steps(problem) if anyway else 0)
     if is_sliced(problem.graph):
         yield from _in_slices(problem, passes, orders)
         if passes.best_s == float("inf"):
@@ -237,13 +237,12 @@ class _Passes:
     def __init__(
         self,
         problem: Problem,
-        budget: int,
         deadline: Deadline,
         left: int,
         sure: int,
         best_s: float = float("inf"),
     ):
-        self._problem, self._budget, self._deadline = problem, budget, deadline
+        self._problem, self._deadline = problem, deadline
         self._left, self._sure, self.best_s = left, sure, best_s
         self._tables = Tables(problem.graph)
 
@@ -274,7 +273,7 @@ class _Passes:
         finally:
             self._left, self._sure = self._left - run.steps, self._sure - run.steps
         self._sure = 0
-        found = trimmed(self._problem, found, self._budget)
+        found = trimmed(self._problem, found)
         seconds = simulate(self._problem, Schedule(found)).time_s
         if seconds >= self.best_s:
             return None

@@ -15,10 +15,11 @@ from tests.random_problems import mixed_problem
 
 def test_running_example() -> None:
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
-    assert trimmed(problem, [0, 1, 2, 3, 0, 4], 11) == (0, 1, 2, 3, 4)
-    assert trimmed(problem, [0, 1, 2, 3, 0, 4], 10) == (0, 1, 2, 3, 0, 4)
-    assert trimmed(problem, [0, 1, 2, 3, 0, 4], 5) == (0, 1, 2, 3, 0, 4)
-    assert trimmed(problem, [], 5) == ()
+    again = (0, 1, 2, 3, 0, 4)
+    assert trimmed(problem.with_budget(11), again) == (0, 1, 2, 3, 4)
+    assert trimmed(problem.with_budget(10), again) == again
+    assert trimmed(problem.with_budget(5), again) == again
+    assert trimmed(problem.with_budget(5), []) == ()
 
 
 def test_random_orders_stay_legal_and_fit() -> None:
@@ -35,8 +36,8 @@ def test_random_orders_stay_legal_and_fit() -> None:
 
         order = order_of(problem, policy)
         before = simulate(problem, Schedule(tuple(order)))
-        budget = max(1, before.peak_bytes + rng.randint(0, 10))
-        after = trimmed(problem, order, budget)
-        validate(problem.with_budget(budget), Schedule(after))
+        problem = problem.with_budget(max(1, before.peak_bytes + rng.randint(0, 10)))
+        after = trimmed(problem, order)
+        validate(problem, Schedule(after))
         shorter += len(after) < len(order)
     assert shorter > 50
