@@ -61,10 +61,6 @@ OP = {
     "outputs_end": int,
     "reuse": int,  # inputs whose buffers it may take over
     "reuse_end": int,
-    "reuse_sizes": int,  # the size of each of them, -1 where no output has that size
-    "reuse_sizes_end": int,
-    "sizes": int,  # of its outputs, each once
-    "sizes_end": int,
     "time_s": float,
     "workspace_bytes": int,
     "last_run": int,  # the position before which it may last run
@@ -94,11 +90,6 @@ VALUE = {
     "is_changed": bool,
     "mark": int,
 }
-SIZE = {
-    "nbytes": int,
-    "outputs": int,  # number of outputs of this size
-    "taken": int,  # number of buffers that are taken over for them
-}
 
 
 class State(NamedTuple):
@@ -106,8 +97,8 @@ class State(NamedTuple):
 
     Args:
         own: numbers of the pass, by the names of :data:`OWN`.
-        ops, values, sizes: records by the names of :data:`OP`, :data:`VALUE` and :data:`SIZE`.
-        links: lists of ids, positions and sizes that belong to these records.
+        ops, values: records by the names of :data:`OP` and :data:`VALUE`.
+        links: lists of ids and positions that belong to these records.
         base: the order to follow.
         ends: outputs of the graph.
         order: ops that have run since the last pause.
@@ -127,7 +118,6 @@ class State(NamedTuple):
     own: Any
     ops: Any
     values: Any
-    sizes: Any
     links: Any
     base: Any
     ends: Any
@@ -441,22 +431,25 @@ def takes_over(t: Any, op_id: int) -> bool:
 
 @jit
 def take_over(t: Any, op_id: int) -> int:
-    """Notes which sizes of buffers an op takes over; returns their bytes."""
+    """Marks the outputs of an op that take over a buffer; returns their bytes."""
     op, total = t.ops[op_id], 0
-    for k in range(op.sizes, op.sizes_end):
-        t.sizes[t.links[k]].taken = 0
-    for k in range(op.reuse_end - op.reuse):
-        at = t.links[op.reuse_sizes + k]
-        if is_dying(t, t.links[op.reuse + k]) and is_lacking(t, at):
-            t.sizes[at].taken += 1
-            total += t.sizes[at].nbytes
+    t.own.stamp += 1
+    for v in t.links[op.reuse : op.reuse_end]:
+        output = lacking(t, op_id, t.values[v].nbytes)
+        if output >= 0 and is_dying(t, v):
+            t.values[output].mark = t.own.stamp
+            total += t.values[v].nbytes
     return total
 
 
 @jit
-def is_lacking(t: Any, at: int) -> bool:
-    """Returns whether one more buffer of a size can be taken over."""
-    return bool(at >= 0 and t.sizes[at].taken < t.sizes[at].outputs)
+def lacking(t: Any, op_id: int, nbytes: int) -> int:
+    """Returns an output of a size that has no buffer to take over yet, or -1."""
+    op = t.ops[op_id]
+    for v in t.links[op.outputs : op.outputs_end]:
+        if t.values[v].nbytes == nbytes and t.values[v].mark != t.own.stamp:
+            return int(v)
+    return -1
 
 
 @jit
@@ -477,9 +470,9 @@ def give_up(t: Any, op_id: int) -> int:
         return 0
     take_over(t, op_id)
     op, count = t.ops[op_id], 0
-    for k in range(op.reuse_end - op.reuse):
-        v = t.links[op.reuse + k]
-        helps = t.values[v].nbytes == 0 or is_lacking(t, t.links[op.reuse_sizes + k])
+    for v in t.links[op.reuse : op.reuse_end]:
+        nbytes = t.values[v].nbytes
+        helps = not nbytes or lacking(t, op_id, nbytes) >= 0
         if helps and t.values[v].locks == 1 and is_evictable(t, v) and is_wanted(t, v):
             t.given_up[count] = v
             count += 1

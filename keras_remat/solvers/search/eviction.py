@@ -27,7 +27,6 @@ before they are there, takes the first that is missing, and may go over its budg
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from functools import cache
@@ -112,33 +111,16 @@ class Tables:
         # step inputs are always there
         self.inputs = [[v for v in dict.fromkeys(op.inputs) if producer[v] >= 0] for op in ops]
         reuse = [[v for v in dict.fromkeys(op.may_reuse) if producer[v] >= 0] for op in ops]
-        counts = [Counter(values[v].nbytes for v in op.outputs) for op in ops]
-        sizes = [(nbytes, count) for one in counts for nbytes, count in one.items()]
-        first = accumulate(map(len, counts), initial=0)
-        places = [
-            dict(zip(one, range(at, at + len(one)), strict=True))
-            for one, at in zip(counts, first, strict=False)
-        ]
         self.links: list[int] = []
         self.ops = (
             _linked(self.links, "inputs", self.inputs)
             | _linked(self.links, "by_id", map(sorted, self.inputs))
             | _linked(self.links, "outputs", (op.outputs for op in ops))
             | _linked(self.links, "reuse", reuse)
-            | _linked(
-                self.links,
-                "reuse_sizes",
-                (
-                    [place.get(values[v].nbytes, -1) for v in one]
-                    for one, place in zip(reuse, places, strict=True)
-                ),
-            )
-            | _linked(self.links, "sizes", (place.values() for place in places))
         )
         self.values = {"nbytes": [value.nbytes for value in values], "producer": producer}
         self.values |= _linked(self.links, "readers", graph.readers)
         self.values |= _linked(self.links, "children", graph.children)
-        self.sizes = {"nbytes": [one for one, _ in sizes], "outputs": [one for _, one in sizes]}
         self._small = _small_values(graph)
         self._small_bytes = list(accumulate(values[v].nbytes for v in self._small))
         self._graph = graph
@@ -290,7 +272,6 @@ class Eviction:
             own=records(evictions.OWN, own, 1)[0],
             ops=records(evictions.OP, of_ops, ops),
             values=records(evictions.VALUE, of_values, values),
-            sizes=records(evictions.SIZE, tables.sizes, len(tables.sizes["nbytes"])),
             links=table(of_base.links),
             base=table(self.base),
             ends=table(problem.graph.outputs),
