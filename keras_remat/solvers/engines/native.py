@@ -26,7 +26,7 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from keras_remat.core import interpreter
 
@@ -45,31 +45,25 @@ def jit(function: F) -> F:
     return function
 
 
-def compiled_once(function: F) -> F:
-    """Compiles a function when it is first called on a machine.
-
-    Raises:
-        ImportError: Numba is not installed.
-        RuntimeError: there is no folder for its machine code.
-    """
-    from numba import njit
-
-    return cast(F, njit(cache=True)(function))
-
-
 @cache
 def kernel(module_name: str, *, compiled: bool) -> Any:
     """Returns the functions of a kernel module, compiled or as ordinary Python for lists.
 
     In Python a function ``f`` that has a twin ``f_in_numpy`` is replaced by it.
+
+    Raises:
+        ImportError: Numba is not installed.
+        RuntimeError: there is no folder for its machine code.
     """
+    if compiled:
+        from numba import njit
     module = importlib.import_module(module_name)
     space = dict(vars(module))
     for name, function in vars(module).items():
         if hasattr(function, "is_kernel"):
             source = function if compiled else space.get(f"{name}_in_numpy", function)
             own = FunctionType(source.__code__, space, name, source.__defaults__)
-            space[name] = compiled_once(own) if compiled else own
+            space[name] = njit(cache=True)(own) if compiled else own
     return SimpleNamespace(**space)
 
 

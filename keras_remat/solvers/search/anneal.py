@@ -210,7 +210,6 @@ def warm_up() -> None:
         ImportError: Numba is not installed.
         RuntimeError: there is no folder for its machine code.
     """
-    native.compiled_once(warm_up)
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
     eviction.warm_up(problem)
     for _ in improve(

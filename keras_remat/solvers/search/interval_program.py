@@ -112,7 +112,6 @@ class Model:
         )
         unit_s = max(problem.store_all_time_s / TIME_STEPS, 1e-15)
         self.capacity = (budget - problem.profile.resident_bytes) // self.unit_bytes
-        self.merges = len(base) > SMALL_OPS
         rounds = 2 if len(base) <= TINY_OPS else 1
         cells = [(at, 1, at, op_id) for at, op_id in enumerate(base)]
         cells += [
@@ -188,9 +187,8 @@ class Model:
         across: dict[int, int] = {}
         optional = 0  # their sum
         kept = 0  # units retained whatever the variables say
-        merged = _MergedRows(
-            self.program, self.capacity, self.capacity * ROW_SLACK if self.merges else 0
-        )
+        slack = self.capacity * ROW_SLACK if len(self.base) > SMALL_OPS else 0
+        merged = _MergedRows(self.program, self.capacity, slack)
         next_event = dict.fromkeys(self.events, 0)
         segment = dict.fromkeys(self.events, self.GONE)
         for cell in self.cells:
