@@ -94,12 +94,10 @@ class Worker:
     """Runs a process that solves one program after the other; a context manager that ends it.
 
     Raises:
-        MissingPackageError: OR-Tools is not installed.
         CpSatProcessError: no process can be started.
     """
 
     def __init__(self) -> None:
-        require_ortools()
         try:
             self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         except OSError as error:
@@ -156,7 +154,7 @@ class Worker:
             "parameters": {
                 "num_workers": 1,
                 "linearization_level": 2,
-                "random_seed": seed,
+                "random_seed": seed % 2**31,  # OR-Tools takes no larger ones
                 "max_time_in_seconds": max(0.1, time_limit_s - STARTUP_S),
                 "max_deterministic_time": work_limit,
             },

@@ -188,6 +188,15 @@ def test_a_small_program() -> None:
 
 
 @needs_ortools
+def test_a_seed_may_be_larger_than_those_of_ortools() -> None:
+    program = cp_sat.Program()
+    program.variable(1)
+    with cp_sat.Worker() as worker:
+        worker.start(program, time_limit_s=10, seed=2**31)
+        assert list(worker.answers())[-1].status == "OPTIMAL"
+
+
+@needs_ortools
 def test_leaving_the_context_ends_the_process() -> None:
     program = cp_sat.Program()
     for _ in range(3):
