@@ -254,25 +254,20 @@ def insert(s: Any, live: Any, f: Any, op: int, cell: int) -> bool:
         insert_read(s, value, cell)
     at = runs_before(s, op, cell)
     first = op * s[LIMIT]
-    # behind the touched cells: where the instances before this one ended
-    olds = s[TOUCHED] + touched + 2 * (s[s[OUTPUT_AT] + op + 1] - s[s[OUTPUT_AT] + op]) + 1
-    for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
-        s[olds + k - s[s[OUTPUT_AT] + op]] = last_read(s, s[s[OUTPUTS] + k], at - 1) if at else -1
     for k in range(s[s[N_RUNS] + op], at, -1):
         s[s[RUNS] + first + k] = s[s[RUNS] + first + k - 1]
     s[s[RUNS] + first + at] = cell
     count_run(s, op, 1)
     for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
         value = s[s[OUTPUTS] + k]
-        old = s[olds + k - s[s[OUTPUT_AT] + op]]
         last = last_read(s, value, at)
-        if old < cell:
-            shift(s, live, cell, last + 1, s[s[NBYTES] + value])
-        else:
+        if last > cell and at:  # these reads were of the instance before this one
             kept = last_read(s, value, at - 1)
             shift(s, live, kept + 1, cell, -s[s[NBYTES] + value])
             s[s[TOUCHED] + touched] = kept
             touched += 1
+        else:
+            shift(s, live, cell, last + 1, s[s[NBYTES] + value])
         s[s[TOUCHED] + touched] = last
         touched += 1
     s[s[OP_AT] + cell] = op

@@ -21,18 +21,16 @@ as Python.
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 from keras_remat.core import interpreter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MOVES = "keras_remat.solvers.engines.moves"
 WARM_UP = "from keras_remat.solvers.search import anneal; anneal.warm_up()"
 """Python code that the compiling process runs."""
 LONGEST_S = 180.0
@@ -46,7 +44,7 @@ def jit(function: F) -> F:
 
 
 @cache
-def kernel(module_name: str, *, compiled: bool) -> Any:
+def kernel(module: ModuleType, *, compiled: bool) -> Any:
     """Returns the functions of a kernel module, compiled or as ordinary Python for lists.
 
     In Python a function ``f`` that has a twin ``f_in_numpy`` is replaced by it.
@@ -57,7 +55,6 @@ def kernel(module_name: str, *, compiled: bool) -> Any:
     """
     if compiled:
         from numba import njit
-    module = importlib.import_module(module_name)
     space = dict(vars(module))
     for name, function in vars(module).items():
         if hasattr(function, "is_kernel"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from keras_remat.core.problem import Problem
-from keras_remat.solvers.engines import native
+from keras_remat.solvers.engines import moves, native
 
 SPARE_CELLS = 2
 """Number of empty cells per run."""
@@ -39,7 +39,6 @@ class Timeline:
         problem, compiled: as given.
         kernel: the functions that change the timeline.
         state: the arrays that these functions work on.
-        live: bytes alive per cell, and at the end of the step.
         end: the number of cells.
         buffer: an array of as many entries, for results of the kernel.
 
@@ -47,20 +46,20 @@ class Timeline:
         ValueError: the order is not legal.
     """
 
-    def __init__(self, problem: Problem, order: Sequence[int], *, compiled: bool = True):
+    def __init__(self, problem: Problem, order: Sequence[int], *, compiled: bool):
         self.problem, self.compiled = problem, compiled
-        self.kernel = native.kernel(native.MOVES, compiled=compiled)
+        self.kernel = native.kernel(moves, compiled=compiled)
         self._place(order)
 
     def _place(self, order: Sequence[int]) -> None:
         """Makes new cells, and puts the runs of an order into them."""
         self.end = (len(order) + 1) * (SPARE_CELLS + 1)
-        s, self.live, f = _state(self.problem, order, self.end, self.kernel)
+        s, live, f = _state(self.problem, order, self.end)
         runs: Any = np.asarray(order, dtype=np.int64)
         self.buffer: Any = np.full(self.end, -1)
-        self.state: Any = (s, self.live, f)
+        self.state: Any = (s, live, f)
         if not self.compiled:
-            self.state = (s.tolist(), self.live, f.tolist())
+            self.state = (s.tolist(), live, f.tolist())
             runs, self.buffer = runs.tolist(), self.buffer.tolist()
         at = self.kernel.fill(*self.state, runs, len(order))
         if at >= 0:
@@ -74,14 +73,14 @@ class Timeline:
     @property
     def op_at(self) -> Sequence[int]:
         """Returns the op in every cell, -1 in empty ones."""
-        begin = self.state[0][self.kernel.OP_AT]
+        begin = self.state[0][moves.OP_AT]
         cells: Sequence[int] = self.state[0][begin : begin + self.end]
         return cells
 
     @property
     def excess(self) -> int:
         """Returns bytes above the budget, summed over the cells."""
-        return int(self.state[0][self.kernel.EXCESS])
+        return int(self.state[0][moves.EXCESS])
 
     def order(self) -> tuple[int, ...]:
         """Returns the ops in the order of their cells."""
@@ -93,7 +92,7 @@ def order_of(op_at: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(op_id) for op_id in op_at if op_id >= 0)
 
 
-def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[Any, Any, Any]:
+def _state(problem: Problem, order: Sequence[int], end: int) -> tuple[Any, Any, Any]:
     """Returns ``s``, ``live`` and ``f`` of the kernel, without any run.
 
     One function, though long: a list of tables.
@@ -102,7 +101,6 @@ def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[An
         problem: see :class:`Timeline`.
         order: the order that will be put in; its ops may be moved.
         end: the number of cells.
-        k: the kernel, which names the parts of the state.
     """
     graph = problem.graph
     runs = Counter(order)
@@ -116,59 +114,59 @@ def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[An
     def computed(value_ids: Sequence[int]) -> list[int]:
         return [v for v in dict.fromkeys(value_ids) if producer[v] >= 0]
 
-    most = max((len(op.inputs) + 4 * len(op.outputs) for op in graph.ops), default=0)
+    most = max((len(op.inputs) + 2 * len(op.outputs) for op in graph.ops), default=0)
     read_at = np.cumsum([0, *(limit * len(readers) + 1 for readers in graph.readers)])
     tables: dict[int, Any] = {
-        k.OP_AT: np.zeros(end),
-        k.REUSED: np.zeros(end),
-        k.RUNS: np.zeros(len(graph.ops) * limit),
-        k.N_RUNS: np.zeros(len(graph.ops)),
-        k.READS: np.zeros(int(read_at[-1])),
-        k.READ_AT: read_at,
-        k.N_READS: np.zeros(len(graph.values)),
-        k.AGAIN: np.zeros(len(graph.ops)),
-        k.AGAIN_PLACE: np.zeros(len(graph.ops)),
-        k.LOG: np.zeros(2 * k.CHAIN_OPS + 8),
-        k.TOUCHED: np.zeros(most + 8),
-        k.NBYTES: [value.nbytes for value in graph.values],
-        k.PRODUCER: producer,
-        k.WORKSPACE: problem.profile.op_workspace_bytes,
-        k.RECOMPUTABLE: [op.recomputable for op in graph.ops],
-        k.MOVABLE: sorted(runs),
-        k.BIG: [
+        moves.OP_AT: np.zeros(end),
+        moves.REUSED: np.zeros(end),
+        moves.RUNS: np.zeros(len(graph.ops) * limit),
+        moves.N_RUNS: np.zeros(len(graph.ops)),
+        moves.READS: np.zeros(int(read_at[-1])),
+        moves.READ_AT: read_at,
+        moves.N_READS: np.zeros(len(graph.values)),
+        moves.AGAIN: np.zeros(len(graph.ops)),
+        moves.AGAIN_PLACE: np.zeros(len(graph.ops)),
+        moves.LOG: np.zeros(2 * moves.CHAIN_OPS + 8),
+        moves.TOUCHED: np.zeros(most + 8),
+        moves.NBYTES: [value.nbytes for value in graph.values],
+        moves.PRODUCER: producer,
+        moves.WORKSPACE: problem.profile.op_workspace_bytes,
+        moves.RECOMPUTABLE: [op.recomputable for op in graph.ops],
+        moves.MOVABLE: sorted(runs),
+        moves.BIG: [
             value.id
             for value in graph.values
             if value.nbytes
             and producer[value.id] in runs
             and graph.ops[producer[value.id]].recomputable
         ],
-        k.KEPT: sorted(set(graph.outputs)),
+        moves.KEPT: sorted(set(graph.outputs)),
     }
     lists: list[tuple[int, int, Sequence[Sequence[int]]]] = [
-        (k.INPUTS, k.INPUT_AT, [computed(op.inputs) for op in graph.ops]),
-        (k.OUTPUTS, k.OUTPUT_AT, [op.outputs for op in graph.ops]),
-        (k.REUSE, k.REUSE_AT, [computed(op.may_reuse) for op in graph.ops]),
-        (k.BEFORE, k.BEFORE_AT, [op.after for op in graph.ops]),
-        (k.LATER, k.LATER_AT, later),
+        (moves.INPUTS, moves.INPUT_AT, [computed(op.inputs) for op in graph.ops]),
+        (moves.OUTPUTS, moves.OUTPUT_AT, [op.outputs for op in graph.ops]),
+        (moves.REUSE, moves.REUSE_AT, [computed(op.may_reuse) for op in graph.ops]),
+        (moves.BEFORE, moves.BEFORE_AT, [op.after for op in graph.ops]),
+        (moves.LATER, moves.LATER_AT, later),
     ]
     for table, place, members in lists:
         tables[table] = [member for one in members for member in one]
         tables[place] = np.cumsum([0, *map(len, members)])
     numbers = {
-        k.END: end,
-        k.LIMIT: limit,
-        k.BUDGET: TOO_MANY_BYTES if problem.budget_bytes is None else problem.budget_bytes,
-        k.TAKES_OVER: len(tables[k.REUSE]) > 0,
-        k.N_MOVABLE: len(tables[k.MOVABLE]),
-        k.N_BIG: len(tables[k.BIG]),
-        k.N_KEPT: len(tables[k.KEPT]),
-        k.N_OPS: len(graph.ops),
-        k.N_VALUES: len(graph.values),
-        k.RESIDENT: problem.profile.resident_bytes,
+        moves.END: end,
+        moves.LIMIT: limit,
+        moves.BUDGET: TOO_MANY_BYTES if problem.budget_bytes is None else problem.budget_bytes,
+        moves.TAKES_OVER: len(tables[moves.REUSE]) > 0,
+        moves.N_MOVABLE: len(tables[moves.MOVABLE]),
+        moves.N_BIG: len(tables[moves.BIG]),
+        moves.N_KEPT: len(tables[moves.KEPT]),
+        moves.N_OPS: len(graph.ops),
+        moves.N_VALUES: len(graph.values),
+        moves.RESIDENT: problem.profile.resident_bytes,
     }
     parts = [np.asarray(tables[at], dtype=np.int64) for at in sorted(tables)]
-    head = [numbers.get(at, 0) for at in range(k.OP_AT)]
-    begins = k.OP_AT + len(parts) + np.cumsum([0, *map(len, parts[:-1])])
+    head = [numbers.get(at, 0) for at in range(moves.OP_AT)]
+    begins = moves.OP_AT + len(parts) + np.cumsum([0, *map(len, parts[:-1])])
     s = np.concatenate([np.asarray(head, dtype=np.int64), begins, *parts])
     f = np.asarray([0.0, *problem.profile.op_time_s])
     return s, np.zeros(end + 1, dtype=np.int64), f

@@ -228,7 +228,7 @@ class Eviction:
         """
         if compiled is None:
             compiled = len(self.problem.graph.ops) >= NATIVE_OPS and native.is_compiled()
-        kernel = native.kernel(evictions.__name__, compiled=compiled)
+        kernel = native.kernel(evictions, compiled=compiled)
         state, order = self._state(limit, compiled=compiled), list[int]()
         own, status = state.own, evictions.PAUSED
         while status == evictions.PAUSED:

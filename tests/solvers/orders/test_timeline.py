@@ -28,12 +28,13 @@ def test_timeline_equals_simulate_after_every_change(seed: int) -> None:
         elif again:
             line.kernel.insert(*line.state, rng.choice(again), cell)
         schedule = Schedule(line.order())
-        assert line.excess == np.maximum(line.live - (problem.budget_bytes or 0), 0).sum()
+        live = line.state[1]
+        assert line.excess == np.maximum(live - (problem.budget_bytes or 0), 0).sum()
         check_rules(problem, schedule)
         expected = live_bytes(problem, schedule)
         used = [at for at in range(line.end) if line.op_at[at] >= 0]
-        assert line.live[used].tolist() == expected.tolist()
-        assert line.live.max() == expected.max()
+        assert live[used].tolist() == expected.tolist()
+        assert live.max() == expected.max()
         assert line.state[2][0] == pytest.approx(seconds(problem, schedule))
 
 
