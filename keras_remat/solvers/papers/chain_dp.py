@@ -201,22 +201,19 @@ class Table:
         # s' of C1, or s for "save everything"
         self.choice = np.full((n, n, units + 1), -1, dtype=np.int16)
         amounts = np.arange(units + 1)
-        for s in range(n):
-            need = up(max(stages.forward_all_peak[s] + gradient_bytes[s], stages.backward_peak[s]))
-            self.cost[s, s, need:] = both_s[s]
-            self.choice[s, s, need:] = s
-        for length in range(1, n):
+        for length in range(n):
             for s in range(n - length):
                 t = s + length
+                all_need = up(
+                    max(stages.forward_all_peak[s] + gradient_bytes[t], stages.backward_peak[s])
+                )
+                if s == t:
+                    self.cost[s, s, all_need:] = both_s[s]
+                    self.choice[s, s, all_need:] = s
+                    continue
                 none_peak = max(
                     [stages.forward_none_peak[s]]
                     + [output_bytes[j - 1] + stages.forward_none_peak[j] for j in range(s + 1, t)]
-                )
-                all_need = up(
-                    max(
-                        stages.forward_all_peak[s] + gradient_bytes[t],
-                        stages.backward_peak[s],
-                    )
                 )
                 none_need = up(none_peak + gradient_bytes[t])
                 left = amounts - self.saved[s]

@@ -163,11 +163,9 @@ def candidates(
     """
     if orders is None:
         orders = base_orders(problem)
-    budget = problem.budget_bytes
     fitting = _fitting(problem, orders)
     if fitting is not None:
         yield fitting
-    if fitting is not None or budget is None:
         return
     passes = _Passes(problem, deadline, max_steps, sure_steps(problem) if anyway else 0)
     if is_sliced(problem.graph):
@@ -177,6 +175,7 @@ def candidates(
             found = passes.faster(problem, orders[-1], SLICED_POLICIES[0], steps)
             if found is not None:
                 yield found
+    budget = problem.budget_bytes or 0  # without one, the first order fits
     room = max(0, budget - problem.floor_bytes)
     for patience in OPTIONS.patience:
         for share in OPTIONS.tighter_shares:
