@@ -369,7 +369,7 @@ class _Search:
         *,
         from_best: bool = False,
     ) -> None:
-        compiled = native.is_compiled(anneal.WAIT_SHARE * self.limit_s * self.deadline.patience)
+        compiled = anneal.is_compiled(self.deadline)
         moves = anneal.moves_for(self.view.problem, share * self.limit_s, compiled=compiled)
         for order in anneal.improve(
             self.view.problem,

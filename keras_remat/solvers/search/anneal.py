@@ -94,7 +94,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     steps = greedy.steps_limit(deadline.seconds / 6)
     for order in greedy.candidates(problem, deadline=deadline, max_steps=steps):
         incumbent.offer(order)
-    compiled = native.is_compiled(WAIT_SHARE * deadline.seconds)
+    compiled = is_compiled(deadline)
     coolings = (LOOSE, STIFF, COOL) * 2
     moves = moves_for(problem, deadline.seconds * 2 / 3, compiled=compiled) // len(coolings)
     for order in improve(
@@ -107,6 +107,11 @@ def solve(incumbent: Incumbent, seed: int) -> None:
         coolings=coolings,
     ):
         incumbent.offer(order)
+
+
+def is_compiled(deadline: Deadline) -> bool:
+    """Returns whether the moves are machine code; waits a share of the deadline's time for it."""
+    return native.is_compiled(WAIT_SHARE * deadline.seconds * deadline.patience)
 
 
 def moves_for(problem: Problem, time_limit_s: float, *, compiled: bool) -> int:

@@ -16,7 +16,6 @@ from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.search import anneal
 
@@ -46,7 +45,7 @@ def schedules(
     base = tuple(dict.fromkeys(start.order))
     coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
     known = coarse.project(start.order)
-    compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s * patience)
+    compiled = anneal.is_compiled(deadline)
     moves = anneal.moves_for(coarse.problem, time_limit_s, compiled=compiled)
     # the work ends the search: with too few moves for one round and its repairs, there is no round
     rounds = min(ROUNDS, moves // (anneal.CHUNK_MOVES * (1 + anneal.REPAIR_CHUNKS)))

@@ -109,3 +109,15 @@ def test_solving_goes_on_while_nothing_is_compiled(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: False)
     problem = with_budget_fraction(layered(60, 1), 0.8)
     validate(problem, SOLVERS["anneal"](problem, time_limit_s=1.0).schedule)
+
+
+@pytest.mark.parametrize("solver", ["anneal", "auto"])
+def test_a_patient_solve_waits_longer_for_machine_code(
+    solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: bool(waited.append(wait_s)))
+    problem = with_budget_fraction(layered(60, 1), 0.8)
+    SOLVERS[solver](problem, time_limit_s=0.5, patience=4.0)
+    assert waited
+    assert set(waited) == {0.5 * 4.0 * anneal.WAIT_SHARE}
