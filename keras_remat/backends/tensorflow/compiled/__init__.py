@@ -94,7 +94,7 @@ class CompiledBackend(TensorFlowBackend):
                 writing_of=self._writing_of,
             )
         if on_gpu():
-            return CompiledMemory(self._compile_bytes)
+            return CompiledMemory(self._compile_bytes, on_gpu=True)
         return CompiledMemory(self._compile_bytes, chunk_bytes=self.device.chunk_bytes)
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:

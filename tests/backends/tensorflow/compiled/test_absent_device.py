@@ -7,6 +7,7 @@ import keras
 import keras_models
 import numpy as np
 import pytest
+from fake_backend import chain_problem
 from keras import layers
 
 import keras_remat
@@ -15,6 +16,7 @@ from keras_remat.backends.tensorflow import compiled
 from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.mirrored import backend as mirrored
 from keras_remat.backends.xla.card_compiler import CardStep
+from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.cards.table import card
 from keras_remat.core import interpreter
 from keras_remat.core.graph import FORWARD
@@ -53,6 +55,17 @@ def transformer():
     model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model, (np.zeros((8, 64, 64), "float32"), np.zeros(8, "int32"))
+
+
+def test_a_live_gpu_s_steps_are_predicted_as_those_for_a_card_are(monkeypatch):
+    """Nothing is compiled beforehand there, but the compiler is the same."""
+    problem = chain_problem(8)
+    order = Schedule((*range(4), 0, *range(4, len(problem.graph.ops))))
+    expected = CompiledMemory(lambda *asked: None, on_gpu=True).peak_bytes(problem, order)
+    monkeypatch.setattr(compiled, "on_gpu", lambda: True)
+    assert CompiledBackend().memory.peak_bytes(problem, order) == expected
+    monkeypatch.setattr(compiled, "on_gpu", lambda: False)
+    assert CompiledBackend().memory.peak_bytes(problem, order) != expected
 
 
 @pytest.mark.usefixtures("card_compiler")
