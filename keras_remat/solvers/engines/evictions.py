@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_remat.solvers.engines.native import jit
+from keras_remat.solvers.engines.native import entry, jit
 
 OPS_PER_STEP = 10
 """Running an op is a step. Looking at this many missing ops for the cost of a value is a step, too,
@@ -140,7 +140,7 @@ class State(NamedTuple):
     scores: Any
 
 
-@jit
+@entry
 def go_on(t: Any) -> int:
     """Goes on with a pass; returns how it ended, or that it pauses."""
     own, end = t.own, len(t.base)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_remat.solvers.engines.native import jit
+from keras_remat.solvers.engines.native import entry, jit
 
 (
     END,  # cells
@@ -568,7 +568,7 @@ def change(s: Any, live: Any, f: Any, draws: Any, at: int, bound_s: float) -> bo
     return added or dropped
 
 
-@jit
+@entry
 def walk(
     s: Any,
     live: Any,
@@ -610,7 +610,7 @@ def walk(
     return best_s
 
 
-@jit
+@entry
 def fill(s: Any, live: Any, f: Any, order: Any, count: int) -> int:
     """Inserts the first ``count`` runs of an order, evenly spaced, and nothing else.
 
@@ -638,7 +638,7 @@ def fill(s: Any, live: Any, f: Any, order: Any, count: int) -> int:
     return -1
 
 
-@jit
+@entry
 def spread(s: Any, live: Any, f: Any, order: Any) -> int:
     """Spaces the runs evenly again, so that there is room between them everywhere.
 

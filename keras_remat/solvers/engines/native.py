@@ -6,9 +6,9 @@ and Windows (numba 4 MB and llvmlite 55 MB to download on Linux, 210 MB unpacked
 NumPy releases this package runs on, and compiles the source that is also the oracle of its tests.
 Importing it takes half a second, so it is imported only when a search needs it.
 
-A *kernel* module holds functions of flat sequences, records and numbers under :func:`jit`. They are
-written so that arrays and lists serve alike, and :func:`kernel` gives them as machine code or as
-ordinary Python.
+A *kernel* module holds functions of flat sequences, records and numbers under :func:`jit` or
+:func:`entry`. They are written so that arrays and lists serve alike, and :func:`kernel` gives them
+as machine code or as ordinary Python.
 
 Compiling takes about half a minute, once per machine and release: Numba keeps the machine code in
 ``__pycache__``, or in the user's cache folder where that cannot be written. No solve waits for it.
@@ -38,8 +38,19 @@ LONGEST_S = 180.0
 
 
 def jit(function: F) -> F:
-    """Marks a function of a kernel module; :func:`kernel` compiles it."""
-    function.is_kernel = True  # type: ignore[attr-defined]
+    """Marks a function that only functions of its kernel module call; :func:`kernel` compiles it.
+
+    It has no code that Python could call it by, which would take a third of the compiling.
+    """
+    function.numba_options = {  # type: ignore[attr-defined]
+        "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
+    }  # fmt: skip
+    return function
+
+
+def entry(function: F) -> F:
+    """Marks a function of a kernel module that Python calls; :func:`kernel` compiles it."""
+    function.numba_options = {"no_cfunc_wrapper": True}  # type: ignore[attr-defined]
     return function
 
 
@@ -57,10 +68,10 @@ def kernel(module: ModuleType, *, compiled: bool) -> Any:
         from numba import njit
     space = dict(vars(module))
     for name, function in vars(module).items():
-        if hasattr(function, "is_kernel"):
+        if hasattr(function, "numba_options"):
             source = function if compiled else space.get(f"{name}_in_numpy", function)
             own = FunctionType(source.__code__, space, name, source.__defaults__)
-            space[name] = njit(cache=True)(own) if compiled else own
+            space[name] = njit(cache=True, **function.numba_options)(own) if compiled else own
     return SimpleNamespace(**space)
 
 
