@@ -269,10 +269,10 @@ def usage_rows(plan: PlanRecord) -> list[tuple[str, str, str, str, str]]:
             continue
         share = _percent(usage.peak_bytes / plan.budget_bytes) if plan.budget_bytes else "-"
         overhead = "-" if usage is plan.store_all else overhead_text(plan, usage)
-        peak, seconds = format_bytes(usage.peak_bytes), format_seconds(usage.time_s)
-        if not usage.peak_bytes:  # the device keeps no statistics
-            peak = share = "-"
-        rows.append((name, peak, share, seconds, overhead))
+        if not usage.peak_bytes:
+            share = "-"
+        seconds = format_seconds(usage.time_s)
+        rows.append((name, _peak_text(usage.peak_bytes), share, seconds, overhead))
     return rows
 
 
@@ -281,10 +281,15 @@ def epoch_rows(report: ReportRecord) -> list[list[str]]:
     rows = [["epoch", "batch", "samples/s", "speedup", "peak", "in steps", "planning"]]
     for epoch, speedup in zip(report.epochs, report.speedups, strict=True):
         cells = [str(epoch.epoch), str(epoch.batch_size), format_rate(epoch.samples_per_s)]
-        cells += [f"{speedup:.2f}x", format_bytes(epoch.peak_bytes)]
+        cells += [f"{speedup:.2f}x", _peak_text(epoch.peak_bytes)]
         cells += map(format_seconds, (epoch.step_time_s, epoch.planning_time_s))
         rows.append(cells)
     return rows
+
+
+def _peak_text(peak_bytes: int) -> str:
+    """Returns the text of a peak; a dash for 0, which a device without statistics tells."""
+    return format_bytes(peak_bytes) if peak_bytes else "-"
 
 
 def overhead_text(plan: PlanRecord, usage: Usage | None) -> str:

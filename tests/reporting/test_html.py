@@ -21,7 +21,7 @@ from keras_remat.reporting import html as page
 from keras_remat.reporting.chart import round_numbers
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 from keras_remat.reporting.svg import draw
-from keras_remat.reporting.text import plan_text
+from keras_remat.reporting.text import epoch_rows, plan_text
 
 CHAIN = Problem(
     chain_example(), Profile((1.0, 2.0, 3.0, 4.0, 5.0), (0,) * 5, 1, device="CPU:0"), 9, "chain"
@@ -273,6 +273,10 @@ def test_page_and_text_have_the_same_row_for_an_epoch():
     cells = "1", "4", "2.00", "7.50x", "8 B", "4 s", "0 s"
     assert re.split("  +", row.strip()) == list(cells)
     assert "".join(f"<td>{cell}</td>" for cell in cells) in source
+
+
+def test_an_epoch_whose_peak_nobody_knows_has_a_dash():
+    assert epoch_rows(report_of(plan_of(CHAIN, RECOMPUTE_A), peak=0))[-1][4] == "-"
 
 
 def test_epochs_are_numbered_as_keras_counts_them():
