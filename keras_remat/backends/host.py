@@ -63,14 +63,16 @@ def host_memory_bytes(held_bytes: int) -> int:
     an address space, threads' stacks do so, too; some of it is kept for them.
 
     What is left of machine and container changes all the time, and a limit ought not to: both count
-    in steps of a 32nd of the machine's memory or the container's limit.
+    in steps of a 32nd of the machine's memory or the container's limit. One step stays free for
+    what a fit comes to take beside tensors.
 
     Args:
         held_bytes: what the tensors' allocator holds.
     """
-    limits = [_rounded_down(_machine_left_bytes() + held_bytes, machine_bytes())]
-    for limit_bytes, left_bytes in _containers():
-        limits.append(_rounded_down(left_bytes + held_bytes, limit_bytes))
+    limits = [
+        _in_steps(left_bytes + held_bytes, limit_bytes)
+        for limit_bytes, left_bytes in ((machine_bytes(), _machine_left_bytes()), *_containers())
+    ]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -79,9 +81,9 @@ def host_memory_bytes(held_bytes: int) -> int:
     return min(limits)
 
 
-def _rounded_down(nbytes: int, limit_bytes: int) -> int:
+def _in_steps(nbytes: int, limit_bytes: int) -> int:
     step_bytes = max(1, limit_bytes // 32)
-    return max(step_bytes, min(nbytes, limit_bytes) // step_bytes * step_bytes)
+    return max(1, min(nbytes, limit_bytes) // step_bytes - 1) * step_bytes
 
 
 def _machine_left_bytes() -> int:
