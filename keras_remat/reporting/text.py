@@ -267,10 +267,9 @@ def usage_rows(plan: PlanRecord) -> list[tuple[str, str, str, str, str]]:
     ):
         if usage is None:
             continue
-        share = _percent(usage.peak_bytes / plan.budget_bytes) if plan.budget_bytes else "-"
+        is_known = usage.peak_bytes and plan.budget_bytes
+        share = _percent(usage.peak_bytes / plan.budget_bytes) if is_known else "-"
         overhead = "-" if usage is plan.store_all else overhead_text(plan, usage)
-        if not usage.peak_bytes:
-            share = "-"
         seconds = format_seconds(usage.time_s)
         rows.append((name, _peak_text(usage.peak_bytes), share, seconds, overhead))
     return rows

@@ -147,15 +147,21 @@ def test_gradients_that_a_plain_step_left_are_there_in_the_forward_phase_of_the_
     assert predicted() == first
 
 
-def test_a_planned_step_takes_the_same_after_a_plain_one_and_its_copy_nothing():
-    """The gradients that Keras's own step leaves are freed before a planned one; the copy for
-    undoing a step is not the allocator's."""
+def lowered():
+    """The backend, a model, its batch, and its step lowered without recomputation."""
     model, batch = models.CASES["sgd"]()
     on = load_backend()
     data = on.example_batch(model, batch)
     traced = on.trace(model, data)
     problem = keras_remat.Problem(traced.graph, on.estimated_profile(traced))
     planned = on.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+    return on, model, data, planned
+
+
+def test_a_planned_step_takes_the_same_after_a_plain_one_and_its_copy_nothing():
+    """The gradients that Keras's own step leaves are freed before a planned one; the copy for
+    undoing a step is not the allocator's."""
+    on, model, data, planned = lowered()
     model.make_train_function()
     peaks = []
     for at in range(4):
@@ -176,12 +182,7 @@ def test_a_planned_step_takes_the_same_after_a_plain_one_and_its_copy_nothing():
 
 def test_a_planned_step_goes_when_nobody_holds_it_any_more():
     """It was kept, with its recording, and recorded anew whenever a callback set a number."""
-    model, batch = models.CASES["sgd"]()
-    on = load_backend()
-    data = on.example_batch(model, batch)
-    traced = on.trace(model, data)
-    problem = keras_remat.Problem(traced.graph, on.estimated_profile(traced))
-    planned = on.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+    on, _, data, planned = lowered()
     planned(data)
     assert on.record_anew() is False
     del planned
