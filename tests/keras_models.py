@@ -70,7 +70,7 @@ def _sparse():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def transformer(batch=4, tokens=16, dim=32):
+def transformer(batch=4, tokens=16, dim=32, **options):
     """One encoder block with dropout in attention and behind the dense layers, on embedded
     tokens."""
     rng = _seeded()
@@ -79,20 +79,18 @@ def transformer(batch=4, tokens=16, dim=32):
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, dim // 2, dropout=0.1)(x, x))
     h = layers.Dropout(0.1)(layers.Dense(dim)(layers.Dense(2 * dim, activation="gelu")(x)))
     x = layers.LayerNormalization()(x + h)
-    model = _compiled(
-        keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x))), _sparse()
-    )
+    model = keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+    model = _compiled(model, _sparse(), **options)
     return model, (rng.integers(0, 50, (batch, tokens)), rng.integers(0, 4, batch))
 
 
-def lstm(batch=4, steps=6):
+def lstm(batch=4, steps=6, **options):
     """A bidirectional LSTM that stays a loop, with dropout on its inputs."""
     rng = _seeded()
     inputs = layers.Input((steps, 5))
     x = layers.Bidirectional(layers.LSTM(8, dropout=0.1))(inputs)
-    model = _compiled(
-        keras.Model(inputs, layers.Dense(1)(x)), optimizer=keras.optimizers.RMSprop(clipnorm=1.0)
-    )
+    options.setdefault("optimizer", keras.optimizers.RMSprop(clipnorm=1.0))
+    model = _compiled(keras.Model(inputs, layers.Dense(1)(x)), **options)
     return model, (rng.random((batch, steps, 5), "float32"), rng.random((batch, 1), "float32"))
 
 
