@@ -5,6 +5,7 @@ import sys
 from typing import ClassVar
 
 import pytest
+from own_process import output_of
 
 resource = pytest.importorskip("resource")  # POSIX
 if not sys.platform.startswith("linux"):
@@ -103,6 +104,26 @@ def test_what_tensors_take_counts_as_available(machine):
 def test_an_address_space_that_is_used_up_leaves_what_tensors_take(machine):
     machine(address_space=GIB, mapped=2 * GIB)
     assert host.host_memory_bytes(7) == 7
+
+
+_LIMITED = """
+import resource
+from pathlib import Path
+from keras_remat.backends import host
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+unlimited = host.host_memory_bytes(0)
+most = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 500 * 2**20, most))
+print(unlimited, host.host_memory_bytes(0))
+"""
+
+
+def test_the_system_is_asked_for_the_limit_and_for_what_is_mapped():
+    """In a process of its own, because the limit would hit everything that runs after it."""
+    unlimited, limited = map(int, output_of("-c", _LIMITED).split())
+    assert unlimited > 600 * MIB
+    left = max(0, 450 * MIB - (64 + 32 * host.cores()) * MIB)
+    assert limited == pytest.approx(left, abs=8 * MIB)
 
 
 def test_the_least_of_all_limits_counts(machine):

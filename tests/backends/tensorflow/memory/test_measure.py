@@ -1,11 +1,8 @@
 """What the device says: its peak, its bytes, its size."""
 
-import os
-
 import gpu_stand_in
 import pytest
 import tensorflow as tf
-from own_process import environment, output_of
 
 from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.tensorflow.memory import measure
@@ -17,7 +14,6 @@ from keras_remat.units import GIB, MIB
 pytestmark = pytest.mark.allocator
 
 
-#: A process of its own finds the package where this one does.
 def test_peak_is_what_was_alive_during_the_step_and_not_before():
     def large():
         return tf.reduce_sum(tf.ones((16, MIB // 4)) + 1.0)
@@ -155,33 +151,6 @@ def test_cuda_s_own_allocator_is_remarked(monkeypatch):
         assert device.allocator == "cuda_malloc_async"
         assert "TF_GPU_ALLOCATOR=cuda_malloc_async" in str(device.remark())
         assert type(allocator_memory(device)) is SimulatedMemory
-
-
-_ADDRESS_SPACE = """
-import resource
-from pathlib import Path
-from keras_remat.backends.memory import SimulatedMemory
-from keras_remat.backends.tensorflow.memory import measure
-from keras_remat.backends.tensorflow.ordered.backend import allocator_memory
-measure.bytes_in_use()
-mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-unlimited = measure.TensorFlowDevice().total_bytes()
-most = resource.getrlimit(resource.RLIMIT_AS)[1]
-resource.setrlimit(resource.RLIMIT_AS, (mapped + 500 * 2**20, most))
-print(unlimited, measure.TensorFlowDevice().total_bytes())
-"""
-
-
-def test_address_space_limit_is_respected():
-    """In a process of its own, because the limit would hit everything that runs after it."""
-    variables = {k: v for k, v in environment().items() if not k.startswith("TF_CPU_")}
-    unlimited, limited = map(int, output_of("-c", _ADDRESS_SPACE, env=variables).split())
-    assert unlimited > 600 * MIB
-    reserve = (64 + 32 * len(os.sched_getaffinity(0))) * MIB
-    # a thread that ends meanwhile gives back a heap of 64 MiB and a stack of 8
-    assert limited <= max(0, 450 * MIB - reserve) + 76 * MIB, "a tenth and the reserve are left out"
-    # and one that starts maps as much
-    assert limited >= max(0, 450 * MIB - reserve) - 210 * MIB, "and little more"
 
 
 def test_gpus_of_a_strategy_count_by_the_one_that_has_least_left(monkeypatch):
