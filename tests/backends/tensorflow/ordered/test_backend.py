@@ -122,39 +122,6 @@ def test_a_model_with_variables_in_any_container_trains_as_plainly(over_any_limi
     assert trained(callback()) == trained()
 
 
-class Blocks(keras.Model):
-    """Keeps its layers in a container, which TensorFlow wraps."""
-
-    def __init__(self, container):
-        super().__init__()
-        self.blocks = container(keras.layers.Dense(8) for _ in range(2))
-        self.head = keras.layers.Dense(1)
-
-    def call(self, x):
-        held = self.blocks if len(self.blocks) == 2 else self.blocks[0]
-        one, other = (next(iter(of)) if isinstance(of, (set, frozenset)) else of for of in held)
-        return self.head(other(one(x)))
-
-
-@pytest.mark.parametrize(
-    "container",
-    [
-        pytest.param(tuple, marks=pytest.mark.slow),
-        lambda made: [Pair(*made)],
-        pytest.param(lambda made: [{one} for one in made], marks=pytest.mark.slow),
-    ],
-)
-def test_a_model_with_layers_in_any_container_trains_as_plainly(container):
-    def trained(*callbacks):
-        keras.utils.set_random_seed(0)
-        model = Blocks(container)
-        model.compile("adam", "mse")
-        history = model.fit(*data(32), batch_size=8, verbose=0, callbacks=list(callbacks))
-        return history.history["loss"], bits_of(model, model.optimizer)
-
-    assert trained(callback()) == trained()
-
-
 def test_the_states_of_stateful_layers_are_put_back():
     inputs = keras.Input(batch_shape=(2, 3, 4))
     recurrent = keras.layers.LSTM(5, stateful=True)
