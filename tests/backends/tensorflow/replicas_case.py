@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_remat
+from keras_remat.backends.tensorflow import backend, private
 from keras_remat.backends.tensorflow.graph import replicas
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, divided
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
@@ -332,6 +333,16 @@ def memory():
     return {"allocator": total, "replica": of_one, "held": int(held.shape[0])}
 
 
+def without_strategy():
+    """What a model of one device is traced to beside another device, and both devices' limits."""
+    keras.utils.set_random_seed(0)
+    model = MODELS["embedding"]()
+    model.compile("sgd", "mse")
+    traced = backend().trace(model, backend().example_batch(model, BATCH))
+    limits = [private.device_memory_limit_bytes(f"CPU:{at}") for at in range(COUNT)]
+    return {"ops": len(traced.graph.ops), "limits": limits}
+
+
 CASES = {
     "fit": fit,
     "larger": larger,
@@ -343,6 +354,7 @@ CASES = {
     "resident": resident,
     "undone": undone,
     "memory": memory,
+    "without_strategy": without_strategy,
 }
 
 if __name__ == "__main__":

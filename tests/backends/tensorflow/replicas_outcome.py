@@ -13,7 +13,10 @@ needs_mirrored = pytest.mark.skipif(bool(TOO_OLD), reason=TOO_OLD)
 
 #: Cases that are run together, those of one test file: starting a process takes longer than each of
 #: them.
-TOGETHER = (("embedding", "refusals"), ("resident", "memory", "undone", "models"))
+TOGETHER = (
+    ("embedding", "refusals"),
+    ("resident", "memory", "undone", "models", "without_strategy"),
+)
 
 
 def outcome(case):

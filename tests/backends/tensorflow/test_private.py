@@ -7,7 +7,6 @@ import keras
 import keras_models
 import pytest
 import tensorflow as tf
-from own_process import came_of
 from tensorflow.python.grappler import cluster as grappler_cluster
 
 from keras_remat.backends.tensorflow import backend, private
@@ -117,29 +116,6 @@ def test_lists_of_devices_are_freed(monkeypatch):
     with pytest.raises(LookupError):
         private.device_memory_limit_bytes("GPU:7")
     assert not alive
-
-
-_TWO_DEVICES = """
-import json, sys
-import tensorflow as tf
-(cpu,) = tf.config.list_physical_devices("CPU")
-two = [tf.config.LogicalDeviceConfiguration(), tf.config.LogicalDeviceConfiguration()]
-tf.config.set_logical_device_configuration(cpu, two)
-import keras_models
-from keras_remat.backends.tensorflow import backend, private
-model, batch = keras_models.mlp()
-traced = backend().trace(model, backend().example_batch(model, batch))
-limits = [private.device_memory_limit_bytes(f"CPU:{at}") for at in range(2)]
-print(json.dumps([len(traced.graph.ops), limits, len(tf.config.list_logical_devices())]))
-"""
-
-
-def test_several_devices_in_one_process():
-    """In a process of its own: devices are made once."""
-    ops, limits, devices = came_of("-c", _TWO_DEVICES)
-    assert ops > 100
-    assert limits[0] == limits[1] > 0
-    assert devices == 2
 
 
 # ------------------------------------------------------------------ placement

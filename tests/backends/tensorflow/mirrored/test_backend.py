@@ -56,6 +56,12 @@ def test_logical_cpus_share_an_allocator_and_each_has_an_equal_part():
     assert came["replica"] == -(-came["allocator"] // 2)
 
 
+def test_a_model_without_a_strategy_trains_on_one_of_several_devices():
+    came = outcome("without_strategy")
+    assert came["ops"] > 20
+    assert came["limits"][0] == came["limits"][1] > 0
+
+
 def test_what_replicas_share_until_it_is_written_is_counted_before_the_first_step():
     came = outcome("resident")
     assert came["traced"] == pytest.approx(came["trained"], rel=0.1)
