@@ -162,14 +162,23 @@ def summed_squares(y_true, y_pred):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "sizes"),
+    ("batch_size", "sizes", "is_tight"),
     [
-        ("keep", (0, 32, 32, 0)), ("keep", (32, 0, 0, 32)), ("max", (32, 0, 32, 32)),
-        (64, (0, 32, 32, 0)),
+        ("keep", (0, 32, 32, 0), False),
+        ("keep", (32, 0, 0, 32), False),
+        ("max", (32, 0, 32, 32), False),
+        (64, (0, 32, 32, 0), False),
+        ("keep", (0, 32, 32, 0), True),
+        ("keep", (32, 0, 0, 32), True),
     ],
     ids=str,
-)  # fmt: skip
-def test_a_batch_without_samples_is_trained_as_keras_trains_it(batch_size, sizes):
+)
+def test_a_batch_without_samples_is_trained_as_keras_trains_it(
+    batch_size, sizes, is_tight, request
+):
+    if is_tight:
+        request.getfixturevalue("over_any_limit")
+
     def trained(*callbacks):
         keras.utils.set_random_seed(0)
         x = np.linspace(-1, 1, 6 * SAMPLES, dtype="float32").reshape(SAMPLES, 6)
@@ -185,5 +194,8 @@ def test_a_batch_without_samples_is_trained_as_keras_trains_it(batch_size, sizes
     assert not [event for event in remat.report.events if event.kind == "unmodified"]
     assert sum(epoch.samples for epoch in remat.report.epochs) == 2 * sum(sizes)
     if batch_size == "keep":
-        np.testing.assert_equal(loss, expected)
-        assert_same_state(model, plain, rtol=0, atol=0)
+        assert (remat.plan is not None) == is_tight
+        # XLA may add up in another order
+        tolerance = 1e-5 if is_tight and keras.backend.backend() == "jax" else 0.0
+        np.testing.assert_allclose(loss, expected, rtol=tolerance)
+        assert_same_state(model, plain, rtol=tolerance, atol=tolerance)

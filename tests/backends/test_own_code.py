@@ -321,45 +321,6 @@ def test_a_plan_fits_the_arrays_it_was_made_of(dtype):
     assert remat.plan is not None
 
 
-# ------------------------------------------------------------------ no samples
-
-
-class InBatchesOf(keras.utils.PyDataset):
-    def __init__(self, sizes):
-        super().__init__()
-        self.sizes = sizes
-
-    def __len__(self):
-        return len(self.sizes)
-
-    def __getitem__(self, at):
-        first = sum(self.sizes[:at])
-        return tuple(part[first : first + self.sizes[at]] for part in data())
-
-
-def summed_squares(y_true, y_pred):
-    return keras.ops.sum(keras.ops.square(y_true - y_pred))
-
-
-@pytest.mark.parametrize("sizes", [(0, 16, 16, 0), (16, 0, 0, 16)], ids=str)
-def test_batches_without_samples_under_a_plan(sizes, over_any_limit):
-    def trained(*callbacks):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.001, momentum=0.9), summed_squares)
-        options = {"epochs": 2, "verbose": 0, "shuffle": False}
-        history = model.fit(InBatchesOf(sizes), callbacks=list(callbacks), **options).history
-        return history["loss"], [variable.numpy() for variable in model.variables]
-
-    (expected, weights), remat = trained(), callback()
-    losses, ours = trained(remat)
-    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
-    for one, other in zip(ours, weights, strict=True):
-        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
-    assert remat.plan is not None
-    assert [epoch.samples for epoch in remat.report.epochs] == [sum(sizes)] * 2
-
-
 # ------------------------------------------------------------------ an optimizer of a part
 
 
