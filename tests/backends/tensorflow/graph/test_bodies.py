@@ -1,11 +1,10 @@
 """What branches and loops hold, by their bodies."""
 
 import keras
-import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
-from tight_limit import tight_limit
+from tight_fits import plan_with_plain_bits
 
 import keras_remat
 from keras_remat.backends.tensorflow import backend, private
@@ -268,30 +267,7 @@ def gated(several, rows=4096, width=64):
     ],
 )
 def test_a_step_with_branches_trains_under_a_limit_that_both_of_them_exceed(several):
-    def trained(limit=None):
-        model, (x, y) = gated(several)
-        remat = keras_remat.RematAutotune(
-            limit, "keep", solver="greedy", profile_steps=1, verbose=0, compilation="ordered"
-        )
-        history = model.fit(
-            x,
-            y,
-            batch_size=2048,
-            epochs=3,
-            shuffle=False,
-            verbose=0,
-            callbacks=[remat] if limit else [],
-        )
-        return history.history["loss"], keras_models.state_of(model), remat
-
-    plain = trained()
-    model, data = gated(several)
-    limit = tight_limit(backend(), model, data, 2048, 0.7)
-    losses, state, remat = trained(limit)
-    assert plain[0] == losses
-    assert all(map(np.array_equal, plain[1], state))
-    assert remat.plan is not None
-    assert remat.plan.recomputes
+    plan_with_plain_bits(lambda: gated(several), 0.7, 2048)
 
 
 def test_a_branch_is_predicted_with_what_its_step_takes():

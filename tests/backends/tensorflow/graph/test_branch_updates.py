@@ -3,12 +3,10 @@
 from itertools import pairwise
 
 import keras
-import keras_models
 import numpy as np
 import tensorflow as tf
-from tight_limit import tight_limit
+from tight_fits import plan_with_plain_bits
 
-import keras_remat
 from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.graph.branch_updates import order_branch_updates
 from keras_remat.backends.tensorflow.graph.nodes import called_functions
@@ -100,29 +98,7 @@ def test_conditional_updates_need_those_of_one_weight_at_a_time():
 
 
 def test_a_step_whose_loss_scale_overflows_trains_under_a_tight_limit():
-    def trained(share=None):
-        # So many layers that a schedule of whole ops fits: slices would sum in another order.
-        model, (x, y) = scaled(2 * ROWS, layers=8)
-        limit = share and tight_limit(backend(), model, (x, y), ROWS, share)
-        remat = keras_remat.RematAutotune(
-            limit, "keep", solver="greedy", profile_steps=1, verbose=0, compilation="ordered"
-        )
-        history = model.fit(
-            x,
-            y,
-            batch_size=ROWS,
-            epochs=3,
-            shuffle=False,
-            verbose=0,
-            callbacks=[remat] if share else [],
-        )
-        scale = float(model.optimizer.dynamic_scale)
-        return history.history["loss"], keras_models.state_of(model), scale, remat.plan
-
-    losses, state, scale, _ = trained()
-    assert scale < SCALE
-    ours, our_state, _, plan = trained(0.7)
-    assert plan.recomputes
+    # So many layers that a schedule of whole ops fits: slices would sum in another order.
+    plan, model = plan_with_plain_bits(lambda: scaled(2 * ROWS, layers=8), 0.7, ROWS)
+    assert float(model.optimizer.dynamic_scale) < SCALE
     assert plan.slicing is None
-    assert ours == losses
-    keras_models.assert_same_bits(our_state, state)

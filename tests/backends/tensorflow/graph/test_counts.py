@@ -8,9 +8,8 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
-from tight_limit import tight_limit
+from tight_fits import plan_with_plain_bits
 
-import keras_remat
 from keras_remat.backends.installed import Caller
 from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
@@ -113,7 +112,7 @@ def test_the_data_set_says_whether_the_batch_has_a_fixed_size(last):
 def test_a_fit_under_a_tight_limit_has_plain_bits_with_and_without_a_smaller_last_batch(last):
     size, rows = 2500, 14  # what other tests hold is nothing beside it
 
-    def fit(share=None):
+    def wide():
         keras.utils.set_random_seed(0)
         inputs = x = keras.Input((rows, WIDTH))
         for _ in range(2):
@@ -123,17 +122,9 @@ def test_a_fit_under_a_tight_limit_has_plain_bits_with_and_without_a_smaller_las
         model.compile("adam", "sparse_categorical_crossentropy", jit_compile=False)
         generator = np.random.default_rng(0)
         x = generator.random((3 * size + last, rows, WIDTH), dtype=np.float32)
-        y = generator.integers(0, 3, len(x)).astype(np.int32)
-        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size, drop_remainder=not last)
-        limit = share and tight_limit(BACKEND, model, (x, y), size, share)
-        remat = keras_remat.RematAutotune(
-            limit, "keep", solver="greedy", profile_steps=1, verbose=0, compilation="ordered"
-        )
-        history = model.fit(data, epochs=2, verbose=0, callbacks=[remat] if share else [])
-        return history.history["loss"], keras_models.state_of(model), remat.plan
+        return model, (x, generator.integers(0, 3, len(x)).astype(np.int32))
 
-    losses, state, _ = fit()
-    ours, our_state, plan = fit(0.6)
-    assert plan.recomputes
-    assert ours == losses
-    keras_models.assert_same_bits(our_state, state)
+    def batches(*data):
+        return tf.data.Dataset.from_tensor_slices(data).batch(size, drop_remainder=not last)
+
+    plan_with_plain_bits(wide, 0.6, size, epochs=2, in_form=batches)
