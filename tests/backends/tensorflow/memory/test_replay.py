@@ -103,6 +103,20 @@ def test_what_was_measured_corrects_orders_as_tight():
     assert memory.peak_bytes(problem, order) == 10 * MIB
     memory.observe(problem, order, 12 * MIB)
     assert memory.peak_bytes(problem, order) == 12 * MIB
+    assert memory.plain_step_peak_bytes(problem, order) == 12 * MIB
+
+
+def test_problems_are_told_apart_by_their_graphs_and_by_their_profiles():
+    problem = problem_of([Op(0, "a", "a", (), (0,))], [4], (0,))
+    large = problem_of([Op(0, "a", "a", (), (0,))], [6], (0,))
+    asks = problem_of([Op(0, "a", "a", (), (0,))], [4], (0,), workspace_mib=(1,))
+    memory, order = ReplayedMemory(smallest_bytes=0, region_bytes=64 * MIB), Schedule((0,))
+    with_its_graph = Problem(large.graph, problem.profile)
+    with_its_profile = Problem(problem.graph, asks.profile)
+    for _ in range(2):
+        assert memory.peak_bytes(problem, order) == 4 * MIB
+        assert memory.peak_bytes(with_its_graph, order) == 6 * MIB
+        assert memory.peak_bytes(with_its_profile, order) == 5 * MIB
 
 
 @pytest.fixture
@@ -125,6 +139,7 @@ def test_a_recorded_pool_is_what_an_order_finds(shown):
     problem = problem_of([Op(0, "a", "a", (), (0,))], [6], (0,), resident_mib=5)
     memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
     assert memory.peak_bytes(problem, order) == 13 * MIB
+    memory.look(problem, [], 64 * MIB)  # it has nothing to look with
     shown += [pool_of(10, 32), pool_of(16, 32), None]
     memory.find_pool([], problem)
     assert memory.peak_bytes(problem, order) == 15 * MIB
