@@ -1,6 +1,7 @@
 """Reports of cards: verdicts in words, the worst row's status, text, JSON and HTML."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -51,22 +52,45 @@ def test_the_worst_row_decides_the_exit_status(rows, status):
     assert CardReport(batch_size=64, rows=rows).exit_status == status
 
 
+WHERE = """
+at the plain peak     T4
+weights            1 GiB
+slots              2 GiB
+gradients            0 B
+batch              1 KiB
+activations        5 GiB
+workspace            7 B
+
+layer           activations
+layer_0               3 MiB
+layer_1               2 MiB
+layer_2               1 MiB
+layer_3               1 MiB
+layer_4               1 MiB
+layer_5               1 MiB
+layer_6               1 MiB
+layer_7               1 MiB
+layer_8               1 MiB
+layer_9               1 MiB
+2 other layers        2 MiB"""
+
+
 def test_the_text_has_a_row_for_every_card_and_where_the_memory_goes():
     report = CardReport(
         batch_size=64,
-        rows=(row(parts=PARTS_OF), PLANNED, UNKNOWN),
+        rows=(row(parts=PARTS_OF), replace(PLANNED, remark="an LSTM is a loop"), UNKNOWN),
         name="net",
-        layers={f"layer_{at}": 2**20 for at in range(12)},
+        layers={f"layer_{at}": max(3 - at, 1) * 2**20 for at in range(12)},
     )
-    lines = str(report).splitlines()
-    assert lines[0] == "A train step of net, batch 64"
-    assert [line.split()[0] for line in lines[3:6]] == ["T4", "L4", "B200"]
-    assert "48" in lines[4]
-    assert "190" in lines[4]
-    assert "?" in lines[5]
-    assert any(line.split() == ["activations", "5", "GiB"] for line in lines)
-    assert lines[-1].split() == ["2", "other", "layers", "2", "MiB"]
-    assert max(map(len, lines)) <= 160
+    title, head, rule, *rows, remark = str(report).removesuffix(WHERE).splitlines()
+    assert title == "A train step of net, batch 64"
+    assert rule == "-" * len(head)
+    assert [re.split("  +", line) for line in rows] == [
+        ["T4", "11 GiB", "8 GiB", "fits", "?", "?", "?", "?"],
+        ["L4", "11 GiB", "8 GiB", "fits with a plan, +6% time", "48", "190", "?", "?"],
+        ["B200", "11 GiB", "?", "the compiler refuses it", "?", "?", "?", "?"],
+    ]
+    assert remark == "L4: an LSTM is a loop", "that of an unknown verdict is its answer"
 
 
 def test_json_has_the_names_of_a_row():

@@ -41,9 +41,10 @@ def test_sixteen_bit_products_keep_their_ratio_or_are_said():
 
 
 def test_a_capability_between_those_of_the_table_is_compiled_for():
-    own = card("Orin:memory=28GiB,capability=8.7,bandwidth=205,tflops=5.3")
-    assert own.capability == (8, 7)
-    assert own.chip.threads_per_core == CARDS["A10G"].chip.threads_per_core
+    for told, capability, like in (("8.7", (8, 7), "A10G"), ("7.0", (7, 0), "V100")):
+        own = card(f"Orin:memory=28GiB,capability={told},bandwidth=205,tflops=5.3")
+        assert own.capability == capability
+        assert own.chip.threads_per_core == CARDS[like].chip.threads_per_core
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What a compiled module takes, kernel by kernel."""
 
+import pytest
+
 from keras_remat.backends.xla.module_costs import costs
 from keras_remat.cards.table import card
 
@@ -56,6 +58,32 @@ def test_an_element_of_a_tuple_may_be_read_without_an_instruction_that_takes_it(
     read = MODULE.replace(taken, "").replace("dot(%y, %w)", "dot(%loop#1, %w)")
     assert read.count("#1") == 1
     assert costs(read, card("H100").rates) == costs(MODULE, card("H100").rates)
+
+
+CONVOLUTION = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: f32[8,64,64,32], k: f32[64,3,3,32], g: f32[8,64,64,64]) -> f32[1] {{
+  %image = f32[8,64,64,32]{{3,2,1,0}} parameter(0)
+  %kernel = f32[64,3,3,32]{{3,2,1,0}} parameter(1)
+  %gradient = f32[8,64,64,64]{{3,2,1,0}} parameter(2)
+  ROOT %conv = ({result}{{3,2,1,0}}, u8[0]{{0}}) custom-call({read}), \
+window={{size=3x3 pad=1_1x1_1}}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$conv{target}"
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "read", "result"),
+    [
+        ("Forward", "%image, %kernel", "f32[8,64,64,64]"),
+        ("BackwardInput", "%gradient, %kernel", "f32[8,64,64,32]"),
+        ("BackwardFilter", "%image, %gradient", "f32[64,3,3,32]"),
+    ],
+)
+def test_the_gradients_of_a_convolution_compute_as_much_as_it_does(target, read, result):
+    found = costs(CONVOLUTION.format(target=target, read=read, result=result), card("H100").rates)
+    assert found.flops == 2 * (8 * 64 * 64 * 64) * (3 * 3 * 32)
 
 
 TRIGGER = """HloModule jit_step, is_scheduled=true
