@@ -17,8 +17,8 @@ from keras_remat.errors import UnsupportedModelError
 
 def test_a_piece_starts_when_the_one_before_has_ended(monkeypatch):
     def temporary(count):
-        model = models.convnet(size=32)
-        return models.temp_bytes(lower_plain(trace(model, models.batch(model), count)))
+        traced = trace(regression(256), weighted_samples(8192), count)
+        return models.temp_bytes(lower_plain(traced))
 
     whole = temporary(1)
     assert temporary(4) <= 0.4 * whole

@@ -89,7 +89,7 @@ def test_a_row_for_every_size_of_card(compiled, monkeypatch):
 
 def below_the_floor():
     """Returns a model, a limit that no whole op of its step fits, and its floor."""
-    model = models.mixer()
+    model = models.mixer(blocks=1)
     backend = JaxBackend(card("H100"))
     traced = backend.trace(model, backend.example_batch(model, 64))
     problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))

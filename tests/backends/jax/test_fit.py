@@ -39,10 +39,10 @@ def small():
     return model, models.batch(model, 3 * BATCH)
 
 
-def large(blocks=3, samples=3 * BATCH):
+def large():
     keras.utils.set_random_seed(0)
-    model = models.mixer(blocks=blocks, optimizer="adam")
-    return model, models.batch(model, samples)
+    model = models.mixer(optimizer="adam")
+    return model, models.batch(model, 3 * BATCH)
 
 
 def fit(model, data, *callbacks, **options):

@@ -167,7 +167,7 @@ def test_the_largest_batch_on_a_card_takes_few_compilations(compiled):
 
 
 def test_a_plan_for_a_card_installs_on_a_device_of_its_kind(tmp_path):
-    model = models.mixer(optimizer="adam")
+    model = models.mixer(blocks=1)
     batch = models.batch(model, 64)
     here = replace(live_target(), card="this CPU")
     plain = keras_remat.make_plan(model, batch, "1GiB", card=here).store_all.peak_bytes

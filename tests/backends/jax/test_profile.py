@@ -20,7 +20,7 @@ from keras_remat.core.target import live
 
 @pytest.fixture(scope="module")
 def setting():
-    model = models.mixer(blocks=4)
+    model = models.mixer()
     batch = models.batch(model, 64)
     return trace(model, batch)
 

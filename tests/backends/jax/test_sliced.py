@@ -52,8 +52,7 @@ def compiled(step):
 def cut(value, mode, part):
     if not isinstance(mode, int):
         return value
-    rows = value.shape[mode] // PARTS
-    return jax.lax.slice_in_dim(value, part * rows, (part + 1) * rows, axis=mode)
+    return np.split(np.asarray(value), PARTS, mode)[part]
 
 
 @pytest.mark.parametrize(
@@ -74,24 +73,24 @@ def test_each_equation_runs_on_a_part(build):
         equation = program.equations[one.at]
         shapes = [str(program.avals[a]) for a, _ in pairs(equation, one)]
         found[equation.kind, *shapes, *one.inputs, *one.outputs] = one
-    kinds = set()
-    for one in found.values():
-        equation, terms = program.equations[one.at], []
+    cuttable = [one for one in found.values() if not in_uneven_parts(program, env, one)]
+    calls = []  # of each equation the whole, and its parts
+    for one in cuttable:
+        equation = program.equations[one.at]
+        calls.append((equation.source, inputs_of(equation, env)))
         for part in range(PARTS):
             read = [
                 cut(env[a], mode, part) if isinstance(a, int) else a.val
                 for a, mode in zip(equation.inputs, one.inputs, strict=True)
             ]
-            both = [*pairs(equation, one), *zip(equation.outputs, one.outputs, strict=True)]
-            if any(isinstance(m, int) and env[a].shape[m] % PARTS for a, m in both):
-                break
-            terms.append(private.bind(part_source(program, one, PARTS, part), read))
-        else:
-            kinds.add(equation.kind)
-            whole = private.bind(equation.source, inputs_of(equation, env))
-            every = zip(whole, one.outputs, zip(*terms, strict=True), strict=True)
-            for value, mode, parts in every:
-                check(value, mode, parts, equation.kind)
+            calls.append((part_source(program, one, PARTS, part), read))
+    results = iter(computed_apart(calls))
+    for one in cuttable:
+        whole, *terms = (next(results) for _ in range(1 + PARTS))
+        every = zip(whole, one.outputs, zip(*terms, strict=True), strict=True)
+        for value, mode, parts in every:
+            check(value, mode, parts, program.equations[one.at].kind)
+    kinds = {program.equations[one.at].kind for one in cuttable}
     wanted = {
         models.pooled: {
             "conv_general_dilated", "conv_kernel_gradient", "reduce_window_max",
@@ -102,6 +101,28 @@ def test_each_equation_runs_on_a_part(build):
         rolled: {"concatenate", "slice", "scatter-add"},
     }[build]  # fmt: skip
     assert wanted <= kinds
+
+
+def in_uneven_parts(program, env, one):
+    """Whether a value that an equation reads or makes is not cut into parts of one size."""
+    equation = program.equations[one.at]
+    both = [*pairs(equation, one), *zip(equation.outputs, one.outputs, strict=True)]
+    return any(isinstance(mode, int) and env[a].shape[mode] % PARTS for a, mode in both)
+
+
+def computed_apart(calls):
+    """What equations compute, each from values of its own: one program, which compiles in a third
+    of the time that one for each equation takes."""
+
+    @jax.jit
+    def run(given):
+        results = []
+        for (source, inputs), arrays in zip(calls, map(iter, given), strict=True):
+            read = [next(arrays) if hasattr(x, "shape") else x for x in inputs]
+            results.append(private.bind(source, read))
+        return results
+
+    return run([[x for x in inputs if hasattr(x, "shape")] for _, inputs in calls])
 
 
 def inputs_of(equation, env):
@@ -146,7 +167,7 @@ def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums():
     model = models.convnet()
     batch = models.batch(model)
     step, samples = traced(model, batch), len(batch[0])
-    sliced = step.slicer.sliced(Slicing(follow_the_batch(step, samples, 4), 4))
+    sliced = step.slicer.sliced(Slicing(follow_the_batch(step, samples, PARTS), PARTS))
     state = private.state_values(model)
     (logs, ours), (expected, theirs) = (
         compiled(one)(models.copy_state(state), jax.tree.map(jnp.asarray, batch))
