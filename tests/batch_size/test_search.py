@@ -17,6 +17,7 @@ from fake_backend import (
 )
 from tight_limit import with_margin
 
+from keras_remat.batch_size import search as searching
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.found import overhead_bound
 from keras_remat.batch_size.search import SizeSearch, search_batch_size
@@ -47,13 +48,19 @@ def search(budget, *, start=4, backend=None, **options):
     )
 
 
-def fits(size, budget, backend=None, bound=math.inf):
+def fits(size, budget, backend=None):
     """Whether a schedule is found for a batch, by itself."""
     try:
-        plan = quick_plan(chain_problem(size), budget, backend)
+        quick_plan(chain_problem(size), budget, backend)
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return False
-    return plan.overhead <= bound
+    return True
+
+
+@pytest.fixture
+def in_python(monkeypatch):
+    """No search waits until its moves are machine code."""
+    monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: False)
 
 
 @pytest.mark.parametrize("multiple", [2, 3, 8])
@@ -182,9 +189,7 @@ def test_feasibility_that_is_not_monotone_never_ends_on_a_batch_that_does_not_fi
 def test_order_that_is_known_is_used_where_the_solver_fails(monkeypatch):
     """The solver works twice and then never again; the orders it found still carry smaller and
     slightly larger batches."""
-    import keras_remat.batch_size.search as module
-
-    real, calls = module.new_order, []
+    real, calls = searching.new_order, []
 
     def new_order(problem, budget, share, backend, **options):
         calls.append(problem.graph.values[0].shape[0])
@@ -192,7 +197,7 @@ def test_order_that_is_known_is_used_where_the_solver_fails(monkeypatch):
             raise ScheduleNotFoundError(budget, problem.floor_bytes)
         return real(problem, budget, share, backend, **options)
 
-    monkeypatch.setattr(module, "new_order", new_order)
+    monkeypatch.setattr(searching, "new_order", new_order)
     found = search(store_all_peak(40), start=50, max_overhead=None)
     assert found.max_batch_size >= 50
     assert found.plan.recomputes
@@ -202,15 +207,13 @@ def test_order_that_is_known_is_used_where_the_solver_fails(monkeypatch):
 def test_an_order_that_reaches_less_than_it_was_made_for_closes_nothing(monkeypatch):
     """The allocator wastes a tenth of everything: at first no order reaches the size it was solved
     for, and still the search goes on above."""
-    import keras_remat.batch_size.search as module
-
-    real, sizes = module.new_order, []
+    real, sizes = searching.new_order, []
 
     def new_order(problem, *arguments, **options):
         sizes.append(problem.graph.values[0].shape[0])
         return real(problem, *arguments, **options)
 
-    monkeypatch.setattr(module, "new_order", new_order)
+    monkeypatch.setattr(searching, "new_order", new_order)
     backend = FakeBackend(
         allocator_bytes=lambda problem, schedule: simulate(problem, schedule).peak_bytes // 10
     )
@@ -222,9 +225,8 @@ def test_an_order_that_reaches_less_than_it_was_made_for_closes_nothing(monkeypa
     assert found.max_batch_size > reached
 
 
+@pytest.mark.usefixtures("in_python")
 def test_late_time_begins_with_the_best_known_order_and_ends(monkeypatch):
-    import keras_remat.batch_size.search as module
-
     starts, clock = [], [0.0]
 
     def new_order(problem, budget, *arguments, solver, time_limit_s, near=None, **options):
@@ -232,13 +234,9 @@ def test_late_time_begins_with_the_best_known_order_and_ends(monkeypatch):
         starts.append((solver, near))
         raise ScheduleNotFoundError(budget, problem.floor_bytes)
 
-    monkeypatch.setattr(module, "new_order", new_order)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-    found = search(
-        store_all_peak(40),
-        time_limit_s=10.0,
-        late_time_limit_s=100.0,
-    )
+    monkeypatch.setattr(searching, "new_order", new_order)
+    monkeypatch.setattr(searching.time, "perf_counter", lambda: clock[0])
+    found = search(store_all_peak(40), time_limit_s=10.0, late_time_limit_s=100.0)
     assert found.max_batch_size == 40
     assert {solver for solver, start in starts if start is None} == {
         "greedy",
@@ -251,18 +249,16 @@ def test_late_time_begins_with_the_best_known_order_and_ends(monkeypatch):
     assert clock[0] <= found.time_limit_s == 110.0
 
 
+@pytest.mark.usefixtures("in_python")
 def test_what_is_found_depends_on_the_clock_only_where_that_ends_the_search(monkeypatch):
     """Every look at the clock, solvers' too, takes a time: that of an idle machine, ten times as
     long, or so long that the seconds are over before the work is."""
-    import keras_remat.batch_size.search as module
-
-    monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: False)
     backend = FakeBackend()
     backend.auto_solver = "greedy"
 
     def found(tick_s):
         clock = itertools.count(0.0, tick_s)
-        monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(searching.time, "perf_counter", lambda: next(clock))
         found = search(store_all_peak(40), backend=backend, time_limit_s=1.0, late_time_limit_s=1.0)
         return found, next(clock)
 
@@ -286,12 +282,10 @@ def test_what_is_found_depends_on_the_clock_only_where_that_ends_the_search(monk
 
 def test_no_clock_ends_the_first_sizes(monkeypatch):
     """They are bounded by a number of solves, each of few passes over the ops."""
-    import keras_remat.batch_size.search as module
-
     idle = search(store_all_peak(40), start=4, time_limit_s=1e-6)
     with monkeypatch.context() as patched:
         clock = itertools.count(0.0, 1e9)
-        patched.setattr(module.time, "perf_counter", lambda: next(clock))
+        patched.setattr(searching.time, "perf_counter", lambda: next(clock))
         late = search(store_all_peak(40), start=4, time_limit_s=1e-6)
     assert [p.batch_size for p in late.probes] == [p.batch_size for p in idle.probes]
     assert late.orders == idle.orders
@@ -337,16 +331,15 @@ def test_few_predictions_tell_how_far_an_order_reaches(start, at_most):
     assert len(set(asked)) <= 6
 
 
+@pytest.mark.usefixtures("in_python")
 def test_steps_from_a_known_order_end_when_none_helps(monkeypatch):
-    import keras_remat.batch_size.search as module
-
     tried = []
 
     def new_order(problem, budget, *arguments, solver, **options):
         tried.append(solver)
         raise ScheduleNotFoundError(budget, problem.floor_bytes)
 
-    monkeypatch.setattr(module, "new_order", new_order)
+    monkeypatch.setattr(searching, "new_order", new_order)
     search(store_all_peak(40), late_time_limit_s=60.0)
     assert 0 < tried.count("nearby") < 20
 

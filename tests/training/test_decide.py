@@ -156,113 +156,46 @@ def test_every_path_ends():
     assert any(state[0] is Phase.FINAL and moves == 0 for state, moves in longest.items())
 
 
-@pytest.mark.parametrize(
-    ("facts", "move", "phase"),
-    [
-        ({"phase": Phase.PLAIN}, Move.STAY, Phase.PLAIN),
-        ({"phase": Phase.PLAIN, "enough_steps": True}, Move.FINISH, Phase.FINAL),
-        ({"phase": Phase.PLAIN, "over_limit": True}, Move.PLAN, Phase.WARM_UP),
-        (
-            {"phase": Phase.PLAIN, "enough_steps": True, "wants_profile": True},
-            Move.PROFILE,
-            Phase.WARM_UP,
-        ),
-        (
-            {"phase": Phase.RECORD, "recorded": Recorded.BLIND, "plain_fits": True},
-            Move.RUN_PLAIN,
-            Phase.PLAIN,
-        ),
-        (
-            {"phase": Phase.WARM_UP, "out_of_memory": True, "plain_fits": True},
-            Move.RUN_PLAIN,
-            Phase.PLAIN,
-        ),
-        (
-            {"phase": Phase.PLAIN, "over_limit": True, "recorded": Recorded.MEASURED},
-            Move.PLAN,
-            Phase.VERIFY,
-        ),
-        ({"phase": Phase.WARM_UP, "over_limit": True}, Move.START_RECORDER, Phase.RECORD),
-        ({"phase": Phase.RECORD, "recorded": Recorded.MEASURED}, Move.REPLAN, Phase.VERIFY),
-        ({"phase": Phase.RECORD, "recorded": Recorded.BUSY}, Move.KEEP_PLAN, Phase.VERIFY),
-        (
-            {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "solves_beside": True},
-            Move.START_SOLVER,
-            Phase.SOLVE,
-        ),
-        (
-            {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "allow_over_limit": False},
-            Move.KEEP_PLAN,
-            Phase.VERIFY,
-        ),
-        (
-            {
-                "phase": Phase.RECORD,
-                "recorded": Recorded.MEASURED,
-                "allow_over_limit": False,
-                "over_limit": True,
-            },
-            Move.REPLAN,
-            Phase.VERIFY,
-        ),
-        ({"phase": Phase.SOLVE}, Move.STAY, Phase.SOLVE),
-        ({"phase": Phase.SOLVE, "solved": True}, Move.REPLAN, Phase.VERIFY),
-        ({"phase": Phase.SOLVE, "over_limit": True}, Move.REPLAN, Phase.VERIFY),
-        (
-            {"phase": Phase.SOLVE, "solved": True, "failed": frozenset({Move.REPLAN})},
-            Move.KEEP_PLAN,
-            Phase.VERIFY,
-        ),
-        (
-            {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "plain_fits": True},
-            Move.RUN_PLAIN,
-            Phase.PLAIN,
-        ),
-        ({"phase": Phase.VERIFY, "over_limit": True}, Move.TIGHTEN, Phase.VERIFY),
-        (
-            {"phase": Phase.VERIFY, "over_limit": True, "attempts_left": False, "may_split": True},
-            Move.SPLIT,
-            Phase.WARM_UP,
-        ),
-        (
-            {"phase": Phase.VERIFY, "over_limit": True, "attempts_left": False},
-            Move.KEEP_SMALLEST,
-            Phase.FINAL,
-        ),
-        (
-            {
-                "phase": Phase.VERIFY,
-                "over_limit": True,
-                "attempts_left": False,
-                "plain_may_be_smaller": True,
-            },
-            Move.TRY_PLAIN,
-            Phase.VERIFY,
-        ),
-        (
-            {"phase": Phase.VERIFY, "over_limit": True, "runs_a_plan": False},
-            Move.KEEP_SMALLEST,
-            Phase.FINAL,
-        ),
-        (
-            {"phase": Phase.VERIFY, "out_of_memory": True, "runs_a_plan": False},
-            Move.KEEP_SMALLEST,
-            Phase.FINAL,
-        ),
-        ({"phase": Phase.VERIFY, "enough_steps": True}, Move.FINISH, Phase.FINAL),
-        ({"phase": Phase.FINAL, "over_limit": True}, Move.TIGHTEN, Phase.VERIFY),
-        (
-            {"phase": Phase.FINAL, "over_limit": True, "runs_a_plan": False},
-            Move.PLAN,
-            Phase.WARM_UP,
-        ),
-        ({"phase": Phase.FINAL, "out_of_memory": True}, Move.LOWER_LIMIT, Phase.WARM_UP),
-        (
-            {"phase": Phase.VERIFY, "out_of_memory": True, "attempts_left": False},
-            Move.REFUSE,
-            Phase.FINAL,
-        ),
-    ],
-)
-def test_what_the_table_is_for(facts, move, phase):
-    assert decide(Facts(**facts)) == (move, phase)
+MEASURED = {"recorded": Recorded.MEASURED}
+UNTIGHTENED = {"over_limit": True, "attempts_left": False}
+# fmt: off
+#: Phase, the facts that are so, move, the phase it leads to.
+MOVES = [
+    (Phase.PLAIN, {}, Move.STAY, Phase.PLAIN),
+    (Phase.PLAIN, {"enough_steps": True}, Move.FINISH, Phase.FINAL),
+    (Phase.PLAIN, {"over_limit": True}, Move.PLAN, Phase.WARM_UP),
+    (Phase.PLAIN, {"over_limit": True, **MEASURED}, Move.PLAN, Phase.VERIFY),
+    (Phase.PLAIN, {"enough_steps": True, "wants_profile": True}, Move.PROFILE, Phase.WARM_UP),
+    (Phase.WARM_UP, {"over_limit": True}, Move.START_RECORDER, Phase.RECORD),
+    (Phase.WARM_UP, {"out_of_memory": True, "plain_fits": True}, Move.RUN_PLAIN, Phase.PLAIN),
+    (Phase.RECORD, {"recorded": Recorded.BLIND, "plain_fits": True}, Move.RUN_PLAIN, Phase.PLAIN),
+    (Phase.RECORD, {**MEASURED, "plain_fits": True}, Move.RUN_PLAIN, Phase.PLAIN),
+    (Phase.RECORD, {"recorded": Recorded.BUSY}, Move.KEEP_PLAN, Phase.VERIFY),
+    (Phase.RECORD, MEASURED, Move.REPLAN, Phase.VERIFY),
+    (Phase.RECORD, {**MEASURED, "solves_beside": True}, Move.START_SOLVER, Phase.SOLVE),
+    (Phase.RECORD, {**MEASURED, "allow_over_limit": False}, Move.KEEP_PLAN, Phase.VERIFY),
+    (Phase.RECORD, {**MEASURED, "allow_over_limit": False, "over_limit": True},
+     Move.REPLAN, Phase.VERIFY),
+    (Phase.SOLVE, {}, Move.STAY, Phase.SOLVE),
+    (Phase.SOLVE, {"solved": True}, Move.REPLAN, Phase.VERIFY),
+    (Phase.SOLVE, {"over_limit": True}, Move.REPLAN, Phase.VERIFY),
+    (Phase.SOLVE, {"solved": True, "failed": frozenset({Move.REPLAN})},
+     Move.KEEP_PLAN, Phase.VERIFY),
+    (Phase.VERIFY, {"enough_steps": True}, Move.FINISH, Phase.FINAL),
+    (Phase.VERIFY, {"over_limit": True}, Move.TIGHTEN, Phase.VERIFY),
+    (Phase.VERIFY, UNTIGHTENED, Move.KEEP_SMALLEST, Phase.FINAL),
+    (Phase.VERIFY, {**UNTIGHTENED, "may_split": True}, Move.SPLIT, Phase.WARM_UP),
+    (Phase.VERIFY, {**UNTIGHTENED, "plain_may_be_smaller": True}, Move.TRY_PLAIN, Phase.VERIFY),
+    (Phase.VERIFY, {"over_limit": True, "runs_a_plan": False}, Move.KEEP_SMALLEST, Phase.FINAL),
+    (Phase.VERIFY, {"out_of_memory": True, "runs_a_plan": False}, Move.KEEP_SMALLEST, Phase.FINAL),
+    (Phase.VERIFY, {"out_of_memory": True, "attempts_left": False}, Move.REFUSE, Phase.FINAL),
+    (Phase.FINAL, {"over_limit": True}, Move.TIGHTEN, Phase.VERIFY),
+    (Phase.FINAL, {"over_limit": True, "runs_a_plan": False}, Move.PLAN, Phase.WARM_UP),
+    (Phase.FINAL, {"out_of_memory": True}, Move.LOWER_LIMIT, Phase.WARM_UP),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("before", "facts", "move", "after"), MOVES)
+def test_what_the_table_is_for(before, facts, move, after):
+    assert decide(Facts(phase=before, **facts)) == (move, after)

@@ -296,7 +296,7 @@ def test_batch_for_which_the_device_has_too_little_raises_from_the_frameworks_er
 def test_where_the_chosen_solver_finds_nothing_for_what_is_left_a_fit_goes_on(finds, monkeypatch):
     """``auto`` is asked after it, and then for ops in slices."""
     backend, asked = FakeBackend(), []
-    trainer, report = driven(backend, options())
+    trainer, report = driven(backend, options(solver_time_limit_s=1.0))
     train(trainer, 5)
     schedule, asks = trainer.plan.solution.schedule, tighter.plan_for
 

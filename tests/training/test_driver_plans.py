@@ -6,7 +6,6 @@ import pytest
 from fake_backend import FakeBackend, batch_of, chain_problem, event_kinds, quick_plan
 from fake_fit import PLAIN, SIZE, TIGHT, driven, options, train
 
-from keras_remat.core.schedule import Schedule
 from keras_remat.core.writing import Writing
 from keras_remat.errors import PlanMismatchError
 from keras_remat.planning.plan import load_plan
@@ -84,12 +83,6 @@ def test_broken_cache_file_is_planned_anew_and_replaced(tmp_path, broken):
     assert "cannot be used" in next(e.message for e in report.events if e.kind == "cache")
     assert trainer.settled
     assert load_plan(path).solution.schedule == trainer.plan.solution.schedule
-
-
-def test_chain_of_the_fake_backend_can_be_rematerialized():
-    problem = chain_problem(SIZE)
-    assert plan_for(SIZE).solution.schedule != Schedule.store_all(problem.graph)
-    assert problem.floor_bytes < TIGHT < PLAIN
 
 
 def test_cache_that_cannot_be_written_is_warned_of_once(tmp_path):

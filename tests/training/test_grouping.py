@@ -63,24 +63,6 @@ def test_every_sample_comes_out_once_and_in_order(seed):
     assert group.samples == 0
 
 
-def test_batches_are_joined_and_the_last_one_is_split():
-    group = HeldBatches()
-    for first in (0, 4, 8):
-        group = group.adding(batch_of(first, 4))
-    taken, group = numbers_taken(group, 10)
-    assert taken == list(range(10))
-    assert group.samples == 2
-    assert numbers_taken(group, 2)[0] == [10, 11]
-
-
-def test_one_batch_is_cut_into_many():
-    group = HeldBatches()
-    group = group.adding(batch_of(0, 7))
-    for wanted, numbers in ((3, [0, 1, 2]), (3, [3, 4, 5]), (1, [6])):
-        taken, group = numbers_taken(group, wanted)
-        assert taken == numbers
-
-
 def test_a_batch_of_exactly_the_size_is_not_copied():
     group, batch = HeldBatches(), batch_of(0, 4)
     group = group.adding(batch)
@@ -88,18 +70,6 @@ def test_a_batch_of_exactly_the_size_is_not_copied():
         keras.tree.flatten(group.taking(4)[0]), keras.tree.flatten(batch), strict=True
     ):
         assert taken is given
-
-
-def test_put_back_samples_are_the_oldest_again():
-    group = HeldBatches()
-    for first in (0, 3, 6):
-        group = group.adding(batch_of(first, 3))
-    batch, others = group.taking(5)
-    group = others.with_oldest(batch)
-    assert group.samples == 9
-    taken, group = numbers_taken(group, 4)
-    assert taken == [0, 1, 2, 3]
-    assert numbers_taken(group, 5)[0] == [4, 5, 6, 7, 8]
 
 
 def test_a_batch_that_is_given_back_is_not_held_in_one_piece():
