@@ -8,6 +8,7 @@ import pytest
 from fake_backend import FakeBackend, event_kinds, store_all_peak
 from fake_fit import fitted
 
+from keras_remat.backends.processes import Processes
 from keras_remat.core.events import EventKind
 from keras_remat.training import aside, callers
 
@@ -112,6 +113,13 @@ def test_batches_that_may_grow_are_watched_from_inside_until_their_step_is_final
     _, own = fit(FakeBackend())
     assert own == [False] * 3 + [True] * 17
     _, own = fit(FakeBackend(), memory_limit=int(1.5 * store_all_peak(8)), margin=0.0)
+    assert own == [False] * 20
+
+
+def test_of_several_processes_none_stands_aside(of_one_size, monkeypatch):
+    """One that fails has to tell the others."""
+    monkeypatch.setattr(Processes, "count", 2)
+    _, own = fit(FakeBackend())
     assert own == [False] * 20
 
 

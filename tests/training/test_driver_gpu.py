@@ -1,4 +1,5 @@
-"""What the driver does otherwise on a GPU, and where nothing counts memory."""
+"""What the driver does otherwise on a GPU, in several processes, and where nothing counts
+memory."""
 
 import time
 
@@ -12,7 +13,9 @@ from fake_backend import (
 )
 from fake_fit import PLAIN, SIZE, TIGHT, Clock, driven, options, train
 
+from keras_remat.backends.processes import Processes
 from keras_remat.planning import request as door
+from keras_remat.training.watch import Pace
 
 # ------------------------------------------------------------------ what a GPU does
 
@@ -193,6 +196,31 @@ def test_no_process_is_started_for_what_the_steps_that_are_left_cannot_repay(rep
     train(trainer, 9)
     assert len(processes) == repays
     assert ("enough" in event_kinds(report)) == (not repays)
+
+
+# ------------------------------------------------------------------ several processes
+
+
+@pytest.mark.parametrize("limit", [PLAIN, TIGHT], ids=["plain", "plan"])
+@pytest.mark.parametrize("device", ["CPU:0", "GPU:0"])
+def test_several_processes_wait_for_the_same_final_steps(device, limit, monkeypatch):
+    """Each tells the others what it measured then. A clock would say something else in each."""
+    monkeypatch.setattr(Pace, "is_due", lambda pace: pytest.fail("a clock was asked"))
+    monkeypatch.setattr(Processes, "count", 2)
+    processes = plan_in_fake_processes(monkeypatch)
+    backend = FakeBackend(device_name=device)
+    trainer, _ = driven(backend, options(limit=limit))
+    while not trainer.settled:
+        train(trainer, 1)
+    assert backend.waits == len(backend.ran) < 20
+    waited = []
+    for step in range(len(backend.ran), 50):
+        before = backend.waits
+        train(trainer, 1)
+        waited += [step] * (backend.waits > before)
+    assert waited == [20, 40]
+    assert processes == [], "nothing is solved for beside training"
+    assert backend.snapshots == 0, "one alone cannot train a batch again"
 
 
 # ------------------------------------------------------------------ no statistics

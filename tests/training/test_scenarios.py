@@ -68,6 +68,7 @@ VALUE = SIZE * 1024
 MAY_SPLIT = StepConstraints(may_split=True)
 GIVES_WAY = StepConstraints(allow_over_limit=False)
 RECORDS = StepConstraints(wants_profile=True)
+IN_ORDER = StepConstraints(require_planned=True)
 #: A kernel that is built anew draws its first numbers again: its step is not swapped.
 DRAWS = {"more": {"kind": "RandomStandardNormal"}}
 #: A device that has little more than half a batch needs, and says that it has much.
@@ -214,6 +215,13 @@ SCENARIOS = {
         Given(surplus=by_way(TIGHT - PLAIN, 2 * PLAIN), steps=40),
         Seen(ran="5 remat, 35 plain",
              events="risk exceeded kept tighten swap tighten plain fits"),
+    ),
+    # Keras's own step would leave variables where larger steps need the room
+    "a batch that is to run in order does so where no plan takes less": (
+        Given(surplus=by_way(-PLAIN // 5, 2 * PLAIN), every=IN_ORDER, steps=16),
+        Seen(ran="16 remat",
+             events="risk exceeded kept tighten swap tighten over-limit measured",
+             warns=GOES_ON),
     ),
     # ------------------------------------------------------------ micro-batches
     "a step over the limit under every plan goes on in micro-batches": (

@@ -83,6 +83,17 @@ def test_logs_are_the_newest_step_s():
     assert trainer.finish() == 4
 
 
+def test_a_batch_without_samples_is_kerass_own_step_and_joined_with_others_nothing():
+    steps = FakeSteps()
+    trainer, ran = Fixed(steps, "max", found=35), steps.backend.ran
+    trainer.train(batch_of(0, 0))
+    assert ran == [("plain", [])]
+    epoch(trainer, batches=3)
+    assert trainer.changes == [(10, 35)]
+    assert trainer.train(batch_of(0, 0)) == len(steps.trained), "logs of the newest step"
+    assert ran == [("plain", [])]
+
+
 def test_size_below_the_loaders_cuts_its_batches():
     steps = FakeSteps()
     trainer = Fixed(steps, 4)
