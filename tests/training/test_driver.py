@@ -28,8 +28,11 @@ from keras_remat.training.watch import Pace
 
 
 @pytest.mark.parametrize("profile_steps", [1, 2])
-def test_where_another_profiler_runs_no_recording_is_ended(profile_steps):
-    trainer, report = driven(FakeBackend(profiler="busy"), options(profile_steps=profile_steps))
+@pytest.mark.parametrize("runs", [True, False], ids=["runs", "will run"])
+def test_where_another_profiler_runs_no_recording_is_ended(profile_steps, runs):
+    backend = FakeBackend(profiler="busy" if runs else "free")
+    trainer, report = driven(backend, options(profile_steps=profile_steps))
+    trainer.fit.is_profiled = lambda: not runs
     for step in range(6):
         trainer.run(batch_of(step * SIZE, SIZE))
     assert event_kinds(report) == ["risk", "profile", "measured"]

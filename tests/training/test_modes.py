@@ -221,6 +221,15 @@ def test_pieces_and_recomputation_are_chosen_together_by_time(cost, share):
     assert report.events[-1].step < 150
 
 
+def test_pieces_by_number_do_not_end_where_the_recorded_step_of_one_fits_plainly():
+    """What one piece takes says nothing of the whole batch."""
+    trainer, _ = driven(backend := FakeBackend(), options(micro_batches=2))
+    train(trainer, 12)
+    assert trainer.settled
+    assert set(backend.kinds) == {"remat"}
+    assert trainer.settled_peak_bytes <= TIGHT
+
+
 def test_a_whole_batch_that_fits_under_no_schedule_gives_way_to_pieces():
     limit = chain_problem(SIZE).floor_bytes - 1
     race, report = auto_race(backend := Cut(0.1), limit=limit)

@@ -113,6 +113,10 @@ SCENARIOS = {
         Given(limit=PLAIN, steps=6),
         Seen(ran="6 plain", events="fits", baseline=PLAIN),
     ),
+    "a plain step that fits is not recorded where no op can be timed": (
+        Given(device={"measures_op_times": False}, limit=PLAIN, every=RECORDS, steps=6),
+        Seen(ran="6 plain", events="fits"),
+    ),
     "a busy profiler leaves the plan with estimates": (
         Given(device={"profiler": "busy"}),
         Seen(ran="12 remat", events="risk profile measured", source="estimated"),
