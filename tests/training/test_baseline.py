@@ -8,7 +8,7 @@ from fake_backend import (
     batch_of,
     store_all_peak,
 )
-from fake_fit import driven
+from fake_fit import driven, fitted
 
 from keras_remat.core.schedule import Usage
 from keras_remat.training import driver, modes
@@ -70,6 +70,16 @@ def test_a_model_that_is_compiled_anew_has_a_plain_step_of_its_own():
             trainer.run(batch_of(step * SIZE, SIZE))
         assert report.baseline_source == source
         assert report.baseline.peak_bytes == store_all_peak(SIZE, layers=layers)
+
+
+def test_the_speedup_under_a_plan_is_less_than_one_by_what_is_recomputed():
+    how = {"memory_limit": TIGHT, "margin": 0.0, "batch_size": "keep", "profile_steps": 2}
+    with fitted(FakeBackend(slowness=1.0), **how) as (model, remat):
+        model.fit([SIZE] * 20, 3, remat)
+    assert remat.plan.recomputes
+    first, *later = remat.report.speedups
+    assert first < 1, "by the first plan"
+    assert later == pytest.approx([1 / (1 + remat.plan.overhead)] * 2, rel=0.01)
 
 
 def plan_of(store_all_s, predicted_s):

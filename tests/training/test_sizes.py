@@ -347,6 +347,17 @@ def test_length_that_becomes_known_keeps_ten_updates():
     assert [len(numbers) for numbers in steps.trained[-10:]] == [40] * 10
 
 
+def test_rests_of_several_epochs_are_not_taken_for_most_of_one():
+    """A step that does not settle has the search wait for many."""
+    trainer = Fixed(FakeSteps(settle_after=10**6), "max", found=35)
+    for _ in range(6):
+        trainer.epoch_begins()
+        epoch(trainer, batches=4, last=4)
+        trainer.epoch_ends()
+    assert trainer.report.events == []
+    assert trainer.sizes.is_searching
+
+
 def test_larger_batches_are_told_of_once_with_what_they_mean():
     with pytest.warns(UserWarning, match="keras_remat") as caught:
         epoch(Fixed(FakeSteps(), "max", found=30, steps_per_epoch=60), batches=30)
