@@ -23,6 +23,7 @@ OPS = [
     (lambda x, y: x + y, [(4, 3), (4, 4, 3)], "part"),
     (lambda x, y: x + y, [(), ()], None),
     (lambda x: RAW.ClipByValue(t=x, clip_value_min=0.2, clip_value_max=0.5), [(4, 3)], "part"),
+    (lambda c, x, y: RAW.Select(condition=c > 0.5, x=x, y=y), [(4, 3)] * 3, "part"),
     (lambda c, x, y: RAW.Select(condition=c > 0.5, x=x, y=y), [(4,), (4, 3), (4, 3)], "part"),
     (lambda c, x, y: RAW.Select(condition=c > 0.5, x=x, y=y), [(), (4, 3), (4, 3)], "part"),
     (lambda x: RAW.Softmax(logits=x), [(4, 3)], "part"),

@@ -257,49 +257,6 @@ def test_parts_of_a_random_op_are_parts_of_what_it_draws(draw, shape, dtype, par
     assert kinds.count(kind) == parts
 
 
-def test_what_takes_the_first_axes_as_they_are_runs_in_slices():
-    class Cuts(keras.Model):
-        def train_step(self, data):
-            image, _ = data
-            with tf.GradientTape() as tape:
-                tape.watch(image)
-                cut = tf.sin(image[..., 1:3]) * tf.cos(image[:, 1:2, :, :2])
-            return {"cut": cut, "of_image": tape.gradient(cut, image)}
-
-    model = Cuts()
-    model.compile("sgd")
-    rng = np.random.default_rng(0)
-    b = Bench(model, (rng.random((8, 3, 4, 5), "float32"), np.zeros((8, 1))))
-    kinds = [b.traced.graph.ops[i].kind for i in b.rules]
-    assert kinds.count("StridedSlice") == kinds.count("StridedSliceGrad") == 2
-    (whole,), (sliced,) = (b.train(step)[1] for step in (b.traced, b.sliced(4)))
-    for name in whole:
-        np.testing.assert_array_equal(sliced[name], whole[name])
-
-
-def test_choices_between_two_values_run_in_slices():
-    """By a condition a number, one a sample, or one for all; the first is a cross-entropy's."""
-
-    class Chooses(keras.Model):
-        def train_step(self, data):
-            image, _ = data
-            one, other = tf.sin(image), tf.cos(image)
-            conditions = image > 0.5, image[:, 0, 0] > 0.5, image[0, 0, 0] > 0.5
-            return {
-                str(at): tf.raw_ops.Select(condition=condition, x=one, y=other)
-                for at, condition in enumerate(conditions)
-            }
-
-    model = Chooses()
-    model.compile("sgd")
-    image = np.random.default_rng(0).random((8, 3, 4), "float32")
-    b = Bench(model, (image, np.zeros((8, 1))))
-    assert [b.traced.graph.ops[i].kind for i in b.rules].count("Select") == 3
-    (whole,), (sliced,) = (b.train(step)[1] for step in (b.traced, b.sliced(4)))
-    for name in whole:
-        np.testing.assert_array_equal(sliced[name], whole[name])
-
-
 class Prints(keras.layers.Layer):
     def call(self, x):
         tf.print("of the whole batch", tf.shape(x)[0], output_stream=sys.stderr)

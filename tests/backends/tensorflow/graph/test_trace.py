@@ -223,21 +223,6 @@ def test_sample_and_class_weights_are_inputs():
     assert (len(weighted.inputs), len(plain.inputs)) == (6, 4)
 
 
-def test_two_optimizers_update_in_one_step():
-    updates = [
-        op.name.lower()
-        for op in traced_model(keras_models.gan)[1].graph.ops
-        if op.kind.startswith("Assign")
-    ]
-    assert any("adam" in name for name in updates)
-    assert any("sgd" in name for name in updates)
-
-
-def test_gradient_of_an_embedding_is_sparse_and_its_weights_are_gathered():
-    kinds_seen = {op.kind for op in traced_model(keras_models.transformer)[1].graph.ops}
-    assert kinds_seen & {"ResourceGather", "GatherV2"}
-
-
 def test_a_table_whose_rows_are_updated_is_copied_where_it_is_read():
     """From the first such update on, the kernel of a read copies the whole variable."""
     keras.utils.set_random_seed(0)

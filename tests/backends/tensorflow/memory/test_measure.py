@@ -153,6 +153,36 @@ def test_cuda_s_own_allocator_is_remarked(monkeypatch):
         assert type(allocator_memory(device)) is SimulatedMemory
 
 
+@pytest.mark.parametrize(
+    ("forced", "asked", "grows"),
+    [(None, False, False), (None, True, True), ("true", False, True), ("0", True, False)],
+)
+def test_a_gpu_s_pool_is_one_region_unless_it_grows(forced, asked, grows, monkeypatch):
+    """TensorFlow obeys the environment before what the program asks for."""
+    monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+    if forced is not None:
+        monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", forced)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["the card"])
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: asked)
+    with gpu_stand_in.gpu():
+        device = measure.TensorFlowDevice()
+        assert device.region_bytes() == (0 if grows else device.total_bytes())
+        assert device.limit_source().endswith(f"memory growth {'on' if grows else 'off'}")
+
+
+@pytest.mark.parametrize(
+    ("use_bfc", "source"),
+    [("1", "TF_CPU_BFC_MEM_LIMIT_IN_MB"), ("0", "what machine, container and address space")],
+)
+def test_a_cpu_s_pool_grows_up_to_a_limit_that_is_named(use_bfc, source, monkeypatch):
+    monkeypatch.setattr(measure, "device_name", lambda: "CPU:0")
+    monkeypatch.setenv("TF_CPU_ALLOCATOR_USE_BFC", use_bfc)
+    monkeypatch.setenv("TF_CPU_BFC_MEM_LIMIT_IN_MB", "1")
+    device = measure.TensorFlowDevice()
+    assert device.region_bytes() == 0
+    assert device.limit_source().startswith(source)
+
+
 def test_gpus_of_a_strategy_count_by_the_one_that_has_least_left(monkeypatch):
     statistics = {"GPU:1": {"current": 5, "peak": 90}, "GPU:2": {"current": 7, "peak": 80}}
     limits = {"GPU:1": 100, "GPU:2": 95}

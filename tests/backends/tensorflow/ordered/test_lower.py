@@ -333,11 +333,3 @@ def test_large_ops_of_constants_run_in_every_step_and_leave_nothing_behind():
         run(b.data)
         gc.collect()
         assert BACKEND.device.in_use_bytes() < before + ONEDNN_SMALL_BYTES
-
-
-def test_lowered_step_survives_saving_the_model(tmp_path):
-    b = Bench(lambda: keras_models.mlp(batch=4, width=8))
-    b.train(b.store_all, 1)
-    b.model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(loaded.get_weights()[0], b.model.get_weights()[0])

@@ -184,17 +184,6 @@ def test_what_a_loop_holds_beyond_its_outputs_is_workspace(freed):
     assert profile.op_workspace_bytes[loop.id] == 5000
 
 
-def test_workspace_over_two_planes_is_ordered_by_absolute_time(mlp):
-    """Freed on another thread's line, whose own clock starts elsewhere."""
-    lowered = lowered_with(mlp[2])
-    first, late = full_trace(lowered), Trace(offset_us=1000)
-    first.allocate(lowered.names[0][0], 999, 0xA, 100)
-    late.free(1, 0xA)
-    first.allocate(lowered.names[0][0], 1002, 0xB, 90)
-    profile = measured_profile(lowered, recorded(late, first), 0)
-    assert profile.op_workspace_bytes[lowered.schedule.order[0]] == 100
-
-
 def test_too_few_ops_seen_is_no_profile_and_missing_ones_keep_the_estimate(mlp):
     traced = mlp[2]
     lowered = lowered_with(traced)
