@@ -129,6 +129,28 @@ def test_pool_that_has_no_room_left_half_way_keeps_no_value_back(monkeypatch):
     assert len(asked) == 7
 
 
+@pytest.mark.parametrize(
+    ("text", "is_abandoned"),
+    [
+        ("Out of memory while trying to allocate 4096 bytes.", True),
+        ("OOM when allocating tensor with shape[1024]", False),
+    ],
+)
+def test_only_a_compiled_step_without_memory_has_donated_values(text, is_abandoned, monkeypatch):
+    told = []
+    monkeypatch.setattr(variables_module, "abandon_donated", lambda *given: told.append(given))
+    monkeypatch.setattr(variables_module, "bytes_in_use", iter([100, 60]).__next__)
+    of, updated = [tf.Variable([1.0, 2.0])], {7}
+    put_back = variables_module.snapshot(of, updated)
+    clear(of)
+    try:
+        raise tf.errors.ResourceExhaustedError(None, None, text)
+    except tf.errors.ResourceExhaustedError:
+        put_back()
+    assert told == [(of, updated, 40)] * is_abandoned
+    assert of[0].numpy().tolist() == [1.0, 2.0]
+
+
 @on_cpu
 def test_interrupt_half_way_leaves_no_variable_empty(monkeypatch):
     variables = [keras.Variable(np.full((256, KIB), float(k), np.float32)) for k in range(4)]

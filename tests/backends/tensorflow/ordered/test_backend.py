@@ -13,6 +13,7 @@ import tensorflow as tf
 import keras_remat
 from keras_remat.backends.base import preserved_state
 from keras_remat.backends.tensorflow import backend, backends
+from keras_remat.backends.tensorflow.memory import variables
 
 Pair = collections.namedtuple("Pair", "one other")
 
@@ -110,6 +111,21 @@ def test_what_the_step_touches_is_put_back_whatever_holds_it():
             put_back()
             assert counted() == before
             assert bits_of(model, model.optimizer) == state
+
+
+def test_what_is_put_back_is_told_from_what_a_step_updates(monkeypatch):
+    """A compiled step donates the memory of what it updates alone."""
+    frozen, trained = keras.layers.Dense(8, trainable=False), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((4,)), frozen, trained])
+    model.compile("sgd", "mse")
+    ours, told = backend(), []
+    ours.trace(model, ours.example_batch(model, data()))
+    monkeypatch.setattr(variables, "snapshot", lambda *given: told.append(given))
+    ours.snapshot(model)
+    ((put_back, updated),) = told
+    assert {id(v.value) for v in model.variables} <= {id(v) for v in put_back}
+    assert {id(v.value) for v in trained.variables} <= updated
+    assert updated.isdisjoint(id(v.value) for v in frozen.variables)
 
 
 def test_a_model_with_variables_in_any_container_trains_as_plainly(over_any_limit):

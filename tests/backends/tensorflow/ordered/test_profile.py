@@ -1,5 +1,6 @@
 """Profiles: estimates from shapes, and what a real recording shows."""
 
+import tempfile
 from types import SimpleNamespace
 
 import keras
@@ -214,6 +215,17 @@ def test_the_users_profiler_session_is_left_alone(tmp_path):
     finally:
         tf.profiler.experimental.stop()
     assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_without_a_folder_to_write_to_nothing_is_recorded(monkeypatch, caplog):
+    def full(**options):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    recorder = Recorder()
+    assert not recorder.start()
+    assert recorder.stop() == Recording()
+    assert "Nothing is recorded" in caplog.text
 
 
 def test_session_that_the_user_stopped_gives_nothing(caplog):
