@@ -18,6 +18,7 @@ from keras_remat.backends.tensorflow.ordered.profile import (
     _flops,
     estimated_profile,
     measured_profile,
+    multiply_adds,
 )
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder, Recording
 from keras_remat.core.graph import Op
@@ -95,6 +96,16 @@ def test_convolutions_of_three_dimensions_count():
     assert {
         _flops(traced, op) for op in traced.graph.ops if op.kind in ("Conv3D", "_FusedConv3D")
     } == {2 * 2 * 64 * 3 * 8 * 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "image", "result"),
+    [(b"NHWC", (5, 12, 12, 4), (5, 12, 12, 8)), (b"NCHW", (5, 4, 12, 12), (5, 8, 12, 12))],
+)
+def test_convolutions_count_the_same_in_the_layout_of_a_gpu(layout, image, result):
+    node = tf.compat.v1.NodeDef(op="Conv2D")
+    node.attr["data_format"].s = layout
+    assert multiply_adds(node, [image, (3, 3, 4, 8)], result) == 2 * 5 * 144 * 8 * 9 * 4
 
 
 def test_estimate_has_every_op_no_workspace_and_its_source(mlp):
