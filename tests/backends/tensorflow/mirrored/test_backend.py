@@ -1,23 +1,93 @@
-"""``fit`` on several replicas: planned for one, run by all; what is refused is refused with its
-reason."""
+"""Steps on several replicas: one replica's is cut out of what a strategy runs on all, planned, and
+run by all; what is refused is refused with its reason."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from own_process import free_port
-from replicas_outcome import needs_mirrored, outcome
+from own_process import came_of, free_port
 
 import keras_remat
 from keras_remat.backends.tensorflow import backends
 from keras_remat.backends.tensorflow.mirrored.backend import MirroredBackend
+from keras_remat.backends.versions import OLDEST_FOR_REPLICAS, sentence_for
 from keras_remat.errors import UnsupportedModelError
+
+CASES = Path(__file__).parents[1] / "replicas_case.py"
+#: Cases that are run together: starting a process takes longer than each of them.
+TOGETHER = (
+    "resident", "memory", "undone", "models", "without_strategy", "embedding", "refusals",
+)  # fmt: skip
+TOO_OLD = sentence_for("MirroredStrategy", OLDEST_FOR_REPLICAS)
+needs_mirrored = pytest.mark.skipif(bool(TOO_OLD), reason=TOO_OLD)
+
+
+def outcome(case):
+    """Returns what came of a case, each of which runs once in a process of its own; skips where
+    Keras is too old for several devices."""
+    if TOO_OLD:
+        pytest.skip(TOO_OLD)
+    return _run(TOGETHER if case in TOGETHER else (case,))[case]
+
+
+@functools.cache
+def _run(cases):
+    return came_of(CASES, *cases)
+
+
+# ------------------------------------------------------------------ the step of one replica
+
+
+def test_every_replica_runs_the_step_on_its_own_device():
+    came = outcome("embedding")
+    assert [device.rpartition(":")[2] for device in came["devices"]] == ["0", "1"]
+    assert came["ours"] == pytest.approx(came["plain"], rel=1e-6)
+
+
+def test_what_gathers_or_reduces_is_never_recomputed():
+    came = outcome("embedding")
+    assert came["collectives"] == ["CollectiveReduceV2", "CollectiveGatherV2"]
+    assert came["recomputable"] == [False, False]
+
+
+@pytest.mark.slow
+def test_gradients_in_packs_need_less_than_in_one_and_are_the_same():
+    came = outcome("packs")
+    one, several, weights = came["one"], came["several"], came["bytes"]
+    assert len(several["collectives"]) > 3 * len(one["collectives"])
+    assert several["ours"] == one["ours"] == came["plain"]
+    assert one["peak"] >= one["plain_least"] >= 2 * weights
+    assert several["plain_least"] == pytest.approx(one["plain_least"], rel=0.01)
+    assert several["peak"] < 0.8 * weights
+
+
+@pytest.mark.slow
+def test_loops_are_written_for_every_replica():
+    came = outcome("recurrent")
+    assert came["ours"] == pytest.approx(came["plain"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("asks", "UnsupportedModelError: Replica 1 does not compute what the first one does"),
+        ("follows", "what one replica computes from its part of the batch decides on another"),
+        ("uneven", "UnsupportedBatchError: A batch of 32 samples does not divide evenly among 2"),
+    ],
+)
+def test_replicas_that_differ_are_refused_with_the_reason(name, said):
+    assert said in outcome("refusals")[name]
+
+
+# ------------------------------------------------------------------ the backend
 
 
 @pytest.mark.slow
