@@ -93,6 +93,19 @@ OPS = [
     (lambda dy: RAW.StridedSliceGrad(shape=[4, 3], begin=[1, 0], end=[3, 3], strides=[1, 1], dy=dy),
      [(2, 3)], None),
     (lambda x: RAW.Fill(dims=[4, 3], value=x), [()], "part"),
+    *((make, [(4, 3)], None) for make in [
+        # axes, sizes and shapes that are no constants
+        lambda x: tf.reduce_sum(x, tf.abs([1])),
+        lambda x: RAW.Cumsum(x=x, axis=tf.abs(1)),
+        lambda x: RAW.Split(axis=tf.abs(1), value=x, num_split=3),
+        lambda x: RAW.ConcatV2(values=[x, x], axis=tf.abs(1)),
+        lambda x: tf.transpose(x, tf.abs([0, 1])),
+        lambda x: RAW.Pad(input=x, paddings=tf.abs([[0, 0], [1, 2]])),
+        lambda x: tf.tile(x, tf.abs([1, 2])),
+        lambda x: tf.slice(x, tf.abs([0, 1]), [4, 2]),
+        lambda x: tf.slice(x, [0, 1], tf.abs([4, 2])),
+        lambda x: RAW.Fill(dims=tf.abs([4, 3]), value=x[0, 0]),
+    ]),
     (lambda x: RAW.SparseSoftmaxCrossEntropyWithLogits(features=x, labels=LABELS), [(4, 3)],
      "part"),
     (lambda x, y: RAW.SoftmaxCrossEntropyWithLogits(features=x, labels=y), [(4, 3), (4, 3)],
@@ -147,10 +160,10 @@ def test_the_parts_of_an_op_make_the_whole(make, shapes, output):
         given = [tf.constant(random.random(shape, "float32")) for shape in shapes]
         made = make(*given)
         op = (made if tf.is_tensor(made) else made[0]).op
-        operands = session.run(list(op.inputs))
+        operands, whole = session.run((list(op.inputs), list(op.outputs)))
     numbers = {at: numbers_of(tensor.op.node_def) for at, tensor in enumerate(op.inputs)}
     constants = {at: those for at, those in numbers.items() if those is not None}
-    node, result = op.node_def, tuple(op.outputs[0].shape)
+    node, result = op.node_def, whole[0].shape
     found = modes_of(Operands(node, [operand.shape for operand in operands], result, constants))
     assert (found and found[1]) == output
     if found is None:
@@ -161,7 +174,7 @@ def test_the_parts_of_an_op_make_the_whole(make, shapes, output):
         read = zip(found[0], operands, strict=True)
         parts.append(computed(node, [of_part(mode, x, samples, at) for mode, x in read]))
     assert "part" in found[0] or "shape" in found[0]
-    for whole, *of_parts in zip(computed(node, operands), *parts, strict=True):
+    for expected, *of_parts in zip(whole, *parts, strict=True):
         joined = np.concatenate(of_parts) if output == "part" else np.sum(of_parts, 0)
         joined = joined / PARTS if output == "mean" else joined
-        np.testing.assert_allclose(joined, whole, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(joined, expected, rtol=1e-5, atol=1e-6)

@@ -217,6 +217,24 @@ def test_a_loop_that_changes_nothing_may_run_again_and_one_that_does_may_not():
     assert {pure.id, counting.id} & set(update.after)
 
 
+def test_what_a_branch_returned_stays_while_its_gradient_may_read_it():
+    """The gradient gets it in an ``Optional``, which shares its memory."""
+
+    class Branch(layers.Layer):
+        def call(self, x):
+            return tf.cond(tf.reduce_mean(x) > 0, lambda: tf.tanh(x), lambda: x)
+
+    def make():
+        model = keras.Sequential([layers.Input((3,)), layers.Dense(4), Branch(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model, (np.ones((2, 3), "float32"), np.ones((2, 1), "float32"))
+
+    graph = traced_model(make)[1].graph
+    branch, gradient = (op for op in graph.ops if op.kind in kinds.BRANCHES)
+    (returned,) = (v for v in branch.outputs if graph.values[v].dtype == "float32")
+    assert returned in gradient.inputs
+
+
 def test_sample_and_class_weights_are_inputs():
     weighted = traced_model(keras_models.two_by_two)[1]
     plain = traced_model(lambda: keras_models.two_by_two(weighted=False))[1]
