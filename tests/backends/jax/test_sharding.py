@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from keras_remat.backends.jax.flatten import flatten
 from keras_remat.backends.jax.sharding import layouts
 
-MESH = AbstractMesh((4,), ("batch",))
+MESH = AbstractMesh((4,), ("batch",), axis_types=(AxisType.Auto,))
 SAMPLES = ("batch",)
 
 
