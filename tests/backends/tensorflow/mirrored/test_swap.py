@@ -5,33 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
+from noting_runner import Runner
 
 from keras_remat.backends.installed import Caller
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
 from keras_remat.backends.tensorflow.mirrored.swap import MirroredTrainFunction
-
-
-class Runner:
-    """Notes the batches of ``fit``."""
-
-    def __init__(self, caller):
-        self.ran, self._caller = [], caller
-
-    def caller(self, iterator):
-        return self._caller
-
-    def run(self, batch):
-        self.ran.append(batch)
-        return "ours"
-
-    def run_settled(self, batch):
-        return None  # nothing is settled
-
-    def stop(self):
-        self.stopped = True
-
-    def is_last_call(self):
-        return False
 
 
 @pytest.fixture
@@ -41,10 +19,10 @@ def model():
 
 
 def test_every_array_is_divided_and_what_is_not_there_is_none(model):
-    runner = Runner(Caller.FIT)
+    runner = Runner()
     train = MirroredTrainFunction(model, runner)
     x, no_weights = tf.ones((4, 2)), tf.experimental.Optional.empty(tf.TensorSpec(()))
-    assert train(iter([(x, no_weights, None)])) == "ours"
+    train(iter([(x, no_weights, None)]))
     ((array, *rest),) = runner.ran
     assert isinstance(array, ShardedArray)
     assert (array.shape, len(array.parts), rest) == ((4, 2), 1, [None, None])
@@ -53,7 +31,7 @@ def test_every_array_is_divided_and_what_is_not_there_is_none(model):
 
 @pytest.mark.parametrize("caller", [Caller.GUEST, Caller.LOOP, Caller.NOBODY])
 def test_a_batch_that_is_not_of_fit_is_trained_by_keras(model, caller):
-    runner = Runner(caller)
+    runner = Runner(caller=caller)
     train = MirroredTrainFunction(model, runner)
     assert train(iter(["theirs"])) == "theirs"
     assert runner.ran == []
@@ -61,9 +39,7 @@ def test_a_batch_that_is_not_of_fit_is_trained_by_keras(model, caller):
 
 
 def test_what_a_step_raises_passes_through_after_the_original_is_back(model):
-    runner = Runner(Caller.FIT)
-    runner.run = lambda batch: 1 // 0
-    train = MirroredTrainFunction(model, runner)
+    train = MirroredTrainFunction(model, Runner(error=ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         train(iter([(tf.ones((4, 2)),)]))
     assert model.train_function is next
@@ -72,7 +48,7 @@ def test_what_a_step_raises_passes_through_after_the_original_is_back(model):
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_strategy_s_iterator_says_whether_batches_have_a_fixed_size(model, last):
     model.train_function = lambda iterator: None  # nothing was traced for other batches before
-    train = MirroredTrainFunction(model, Runner(Caller.FIT))
+    train = MirroredTrainFunction(model, Runner())
     data = tf.data.Dataset.range(12 + last).batch(4, drop_remainder=not last)
     train(iter(model.distribute_strategy.experimental_distribute_dataset(data)))
     assert train.knows_batch_size == (not last)
@@ -94,7 +70,7 @@ def test_what_counts_samples_and_what_counts_steps_are_traced_by_different_funct
     model.make_train_function, model.train_function = make_train_function, original
     ran = []
     for last in [0] * fixed + [2]:
-        train = MirroredTrainFunction(model, Runner(Caller.FIT))
+        train = MirroredTrainFunction(model, Runner())
         data = tf.data.Dataset.range(12 + last).batch(4, drop_remainder=not last)
         train(iter(model.distribute_strategy.experimental_distribute_dataset(data)))
         for size in (4, 8, 4):  # two batches may be joined
