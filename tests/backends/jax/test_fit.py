@@ -8,18 +8,16 @@ import jax_models as models
 import keras
 import numpy as np
 import pytest
+from fit_pairs import BATCH, assert_given_back, assert_same_state, fit, small
 from tight_limit import tight_limit as limit_of
 from tight_limit import with_margin
 
 import keras_remat
 from keras_remat.backends.base import load_backend
 from keras_remat.backends.jax.device import Device
-from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.reporting.fit_report import LOG_KEYS
 from keras_remat.training.watch import Pace
 from keras_remat.units import MIB
-
-BATCH = 32
 
 
 def callback(limit="8GiB", batch_size="keep", **options):
@@ -33,39 +31,14 @@ def callback(limit="8GiB", batch_size="keep", **options):
     return keras_remat.RematAutotune(limit, batch_size, **options)
 
 
-def small():
-    keras.utils.set_random_seed(0)
-    model = models.small()
-    return model, models.batch(model, 3 * BATCH)
-
-
 def large():
     keras.utils.set_random_seed(0)
     model = models.mixer(optimizer="adam")
     return model, models.batch(model, 3 * BATCH)
 
 
-def fit(model, data, *callbacks, **options):
-    options = {"batch_size": BATCH, "verbose": 0, "shuffle": False, **options}
-    return model.fit(*data, callbacks=list(callbacks), **options).history
-
-
 def tight_limit(model, data, share):
     return limit_of(load_backend(), model, data, BATCH, share)
-
-
-def assert_given_back(model):
-    assert model.train_function is not None
-    assert not isinstance(model.train_function, InstalledTrainFunction)
-
-
-def assert_same_state(model, other, **tolerance):
-    """Weights, seeds, moving averages, optimizer slots."""
-    for variables in ("weights", "non_trainable_variables"):
-        for a, b in zip(getattr(model, variables), getattr(other, variables), strict=True):
-            np.testing.assert_allclose(a.numpy(), b.numpy(), err_msg=a.path, **tolerance)
-    for a, b in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
-        np.testing.assert_allclose(a.numpy(), b.numpy(), err_msg=a.path, **tolerance)
 
 
 # ------------------------------------------------------------------ training under a limit

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_remat.backends.jax import measure
-from keras_remat.backends.jax.flatten import flatten, nbytes
+from keras_remat.backends.jax.flatten import nbytes
 from keras_remat.backends.jax.private import state_specs
 from keras_remat.backends.jax.trace import trace
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
@@ -32,32 +32,6 @@ def test_tracing_leaves_the_model_alone():
     trace(model, models.batch(model))
     for a, b in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_calls_are_inlined_and_control_flow_is_carried(traced):
-    assert not {e.kind for e in traced.program.equations} & {
-        "jit",
-        "pjit",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "remat2",
-    }
-    model = models.recurrent()
-    kinds = {op.kind for op in trace(model, models.batch(model)).graph.ops}
-    assert kinds & {"scan", "while"}
-
-
-def test_a_remat_the_user_wrote_is_the_planner_s_to_decide():
-    @jax.checkpoint
-    def block(x):
-        return jax.numpy.sin(jax.numpy.sin(x))
-
-    closed = jax.make_jaxpr(jax.grad(lambda x: block(x).sum()))(
-        jax.ShapeDtypeStruct((8,), "float32")
-    )
-    kinds = [e.kind for e in flatten(closed).equations]
-    assert not {"remat2", "checkpoint"} & set(kinds)
-    assert kinds.count("sin") == 1  # the copy for the backward phase is merged with the first
 
 
 def test_phases(traced):
