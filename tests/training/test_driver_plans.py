@@ -99,12 +99,20 @@ def test_cache_that_cannot_be_written_is_warned_of_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other", [{"device": "GPU:0"}, {"seed": 1}, {"solver": "chen"}], ids=lambda other: str(other)
+    ("device", "way", "other"),
+    [
+        ("GPU:0", "ordered", {}),
+        ("CPU:0", "compiled", {}),
+        ("CPU:0", "ordered", {"seed": 1}),
+        ("CPU:0", "ordered", {"solver": "chen"}),
+        ("CPU:0", "ordered", {"solver_time_limit_s": 7.0}),
+    ],
 )
-def test_a_cached_plan_is_for_its_device_and_options(tmp_path, other):
+def test_a_cached_plan_is_for_its_device_and_options(tmp_path, device, way, other):
     trainer, _ = driven(FakeBackend(), options(cache_dir=tmp_path))
     train(trainer, 10)
-    device = other.pop("device", "CPU:0")
-    again, report = driven(FakeBackend(device_name=device), options(cache_dir=tmp_path, **other))
+    backend = FakeBackend(device_name=device)
+    backend.compilation = way
+    again, report = driven(backend, options(cache_dir=tmp_path, **other))
     train(again, 1)
     assert "cache" not in event_kinds(report)

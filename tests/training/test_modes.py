@@ -12,6 +12,7 @@ from fake_backend import (
     batch_of,
     chain_problem,
     event_kinds,
+    note_solves,
     quick_plan,
 )
 from fake_fit import PLAIN, SIZE, TIGHT, driven, options, race_on, train
@@ -25,6 +26,7 @@ class Compiled(FakeBackend):
 
     compilation = "compiled"
     measures_op_times = False
+    recorder = None  # nobody asks for one
 
 
 class Refuses(Compiled):
@@ -57,6 +59,22 @@ def test_both_are_measured_and_the_faster_stays(slowness, stays):
     counter = race.fit.take_counter()
     assert (counter.steps, counter.samples) == (30, 30 * SIZE)
     assert race.plan.measured.peak_bytes <= TIGHT
+
+
+def test_the_first_mode_is_solved_for_in_full_and_one_on_trial_takes_little_time(monkeypatch):
+    asked = {}
+
+    def note(problem, budget, memory, *, solver, time_limit_s, **_):
+        asked.setdefault(memory, []).append((solver, time_limit_s))
+
+    note_solves(monkeypatch, note)
+    compiled, ordered = Compiled(), FakeBackend()
+    race, _ = race_of(compiled, ordered, solver_time_limit_s=20.0)
+    train(race, 30)
+    assert race.settled
+    assert asked.pop(compiled.memory) == [("greedy", 20.0)]
+    (on_trial,) = asked.values()
+    assert max(seconds for _, seconds in on_trial) <= 8.0
 
 
 def test_within_the_limit_comes_before_faster():
