@@ -284,6 +284,19 @@ def test_a_plan_from_before_the_device_had_less_does_not_run_unguarded(device, s
     assert event_kinds(report).count("out-of-memory") <= 2
 
 
+def test_a_failure_in_less_than_any_schedule_takes_lowers_the_limit_to_what_failed():
+    """Others had taken the device's memory: what was in use then tells little of the next time."""
+    backend = FakeBackend()
+    backend.fails_at, backend.device.peak_bytes = {2}, lambda: RESIDENT_BYTES + 1
+    trainer, report = driven(backend, options())
+    train(trainer, 1)
+    failed = trainer.plan.predicted.peak_bytes
+    train(trainer, 11)
+    assert report.limit_bytes == failed - 1
+    assert trainer.plan.measured.peak_bytes < failed
+    assert len(backend.samples) == 12 * SIZE
+
+
 def test_batch_for_which_the_device_has_too_little_raises_from_the_frameworks_error():
     backend = FakeBackend()
     backend.has_bytes = RESIDENT_BYTES
