@@ -1,5 +1,7 @@
 """What compiled schedules need: compiled where that tells, learnt from runs where only they do."""
 
+import math
+
 from fake_backend import chain_problem
 
 from keras_remat.backends.xla.compiled_memory import (
@@ -37,6 +39,23 @@ def test_nothing_is_known_of_a_schedule_but_what_the_compiler_adds_to_others():
     for on_gpu, expected in ((False, FIRST_RATIO * alive), (True, GPU_FIRST_RATIO * packed)):
         memory = CompiledMemory(lambda problem, schedule: None, on_gpu=on_gpu)
         assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + int(expected)
+
+
+def test_gaps_are_closed_on_a_gpu_alone():
+    """XLA:CPU is not taken to leave any."""
+    on_cpu, on_gpu = (
+        CompiledMemory(lambda problem, schedule: None, on_gpu=on_gpu) for on_gpu in (False, True)
+    )
+    assert on_cpu.with_fewer_gaps(PROBLEM, TIGHT, math.inf) is None
+    closed = on_gpu.with_fewer_gaps(PROBLEM, TIGHT, math.inf)
+    assert packed_bytes(PROBLEM, closed) < packed_bytes(PROBLEM, TIGHT)
+
+
+def test_keras_s_own_step_tells_nothing_of_schedules():
+    memory = CompiledMemory(lambda problem, schedule: 3 * MOST if schedule is None else None)
+    predicted = memory.peak_bytes(PROBLEM, TIGHT)
+    assert memory.peak_bytes(PROBLEM, STORE_ALL) == RESIDENT + 3 * MOST
+    assert memory.peak_bytes(PROBLEM, TIGHT) == predicted
 
 
 def test_where_compiling_tells_every_schedule_is_compiled_once():
@@ -123,6 +142,9 @@ def test_a_schedule_is_written_anew_where_it_takes_more_than_a_limit_leaves():
         assert memory.compiled_peak_bytes(problem, TIGHT) == RESIDENT + takes
         assert memory.peak_bytes(problem, TIGHT) == RESIDENT + takes
     assert asked == [None, 450, 300], "and no more where no way is left"
+    for room in (600, 300):
+        assert memory.peak_bytes(within(room), STORE_ALL) == RESIDENT + 500
+    assert asked[3:] == [600], "Keras's own step is written in one way"
 
 
 def test_what_a_run_took_more_counts_for_the_next_writing():
