@@ -56,10 +56,11 @@ class Shift(layers.Layer):
     def call(self, x):
         large, small = np.arange(2**18, dtype="float32"), np.arange(2**8, dtype="float32")
         x = tf.while_loop(lambda k, x: k < 3, lambda k, x: (k + 1, x + large), (0, x))[1]
-        return x + keras.ops.mean(large + x) + keras.ops.mean(small)
+        return x + keras.ops.mean(tf.tile(large, [2])[: 2**18] + x) + keras.ops.mean(small)
 
 
-def test_large_constants_are_held_also_those_of_loops():
+def test_large_constants_are_held_also_those_of_loops_and_steps_share_them():
+    """What an op makes of constants alone would be folded: a lowered step is given the first."""
     model = keras.Sequential([layers.Input((2**18,)), Shift(), layers.Dense(1)])
     model.compile("sgd", "mse")
     one = backend()
@@ -69,6 +70,12 @@ def test_large_constants_are_held_also_those_of_loops():
     assert set(held_bytes) == {2**20}
     counted = one.estimated_profile(traced, 100).resident_bytes
     assert counted == 100 + sum(held_bytes)
+    problem = Problem(traced.graph, one.estimated_profile(traced))
+    steps = [one.lower(traced, problem, Schedule.store_all(traced.graph))]
+    assert one.estimated_profile(traced, 100).resident_bytes == counted - 2**20
+    before = one.device.in_use_bytes()
+    steps.append(one.lower(traced, problem, Schedule.store_all(traced.graph)))
+    assert one.device.in_use_bytes() < before + 2**20
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,14 @@ def test_assignments_run_once_and_dropout_may_run_again(convnet):
     assert all(by_kind[kind] == {True} for kind in random)
 
 
+def test_nodes_that_the_layout_pass_fuses_run_once(convnet):
+    """Of two copies, it would fuse one's gradient of a kernel with the other's of a bias."""
+    traced = convnet[1]
+    together = [op for op in traced.graph.ops if len(traced.node_names[op.name]) > 1]
+    assert together
+    assert not any(op.recomputable for op in together)
+
+
 def test_hidden_random_state_is_not_recomputable():
     class Noisy(layers.Layer):
         def call(self, x):
