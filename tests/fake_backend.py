@@ -192,12 +192,8 @@ class FakeBackend:
         has_statistics=True,
         profiler_remark="",
     ):
-        self.memory_bytes, self.profiler, self.layers, self.folds = (
-            memory_bytes,
-            profiler,
-            layers,
-            folds,
-        )
+        self.memory_bytes, self.profiler = memory_bytes, profiler
+        self.layers, self.folds = layers, folds
         self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
         self.ran, self.traced = [], []

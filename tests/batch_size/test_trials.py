@@ -29,37 +29,27 @@ from keras_remat.errors import UnsupportedModelError
 BUDGET = store_all_peak(400)
 
 
-def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **options):
+def verified(surplus, *, max_overhead="forward", limit=BUDGET, graph_of=None, **options):
     """The verified search where a step of ``size`` samples takes ``surplus(size)`` bytes more than
     its schedule (``None``: out of memory)."""
     backend, scaling, trained = FakeBackend(), scaling_of(), []
-    total = limit or store_all_peak(40)
-    limit = Limit(total).reserving(total - budget)
+    graph_of = graph_of or (lambda size: scaling.at(size).graph)
+    limit = Limit(limit).reserving(limit - BUDGET)
     search = search_batch_size(
-        scaling,
-        40,
-        limit,
-        backend,
-        time_limit_s=20.0,
-        max_overhead=max_overhead,
+        scaling, 40, limit, backend, time_limit_s=20.0, max_overhead=max_overhead
     )
 
     def train(size, plan):
-        more = surplus(size)
-        peak = (
-            None
-            if more is None
-            else simulate(chain_problem(size), plan.solution.schedule).peak_bytes + more
-        )
+        assert plan.problem.graph == graph_of(size)
+        more, usage = surplus(size), simulate(plan.problem, plan.solution.schedule)
+        peak = None if more is None else usage.peak_bytes + more
         trained.append((size, peak))
         return None if peak is None else Usage(1.0, peak)
 
     chooser = SizeChooser.after(
         backend, search, solver="greedy", solve_s=2.0, max_overhead=max_overhead, **options
     )
-    found = verified_search(
-        search, scaling, chooser, limit, train, lambda size: scaling.at(size).graph
-    )
+    found = verified_search(search, scaling, chooser, limit, train, graph_of)
     return search, found, trained
 
 
@@ -139,11 +129,7 @@ def test_sizes_that_the_model_does_not_take_are_passed_by():
             raise UnsupportedModelError(f"no batch of {size}")
         return chain_graph(size)
 
-    search = search_batch_size(scaling_of(), 40, Limit(BUDGET), FakeBackend(), time_limit_s=20.0)
-    chooser = SizeChooser.after(FakeBackend(), search, solver="greedy", solve_s=2.0)
-    found = verified_search(
-        search, scaling_of(), chooser, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
-    )
+    _, found, _ = verified(lambda size: 0, graph_of=graph_of)
     assert found.max_batch_size % 4 == 0
     assert found.plan.measured is not None
 
@@ -154,31 +140,17 @@ def test_size_whose_graph_has_other_ops_is_planned_anew():
     def graph_of(size):
         return chain_graph(size, 7 if size % 2 == 0 else 8)
 
-    backend, budget, trained = FakeBackend(), BUDGET, []
-    search = search_batch_size(scaling_of(), 40, Limit(budget), backend, time_limit_s=20.0)
-
-    def train(size, plan):
-        assert plan.problem.graph == graph_of(size)
-        usage = simulate(plan.problem, plan.solution.schedule)
-        trained.append(size)
-        return usage
-
-    chooser = SizeChooser.after(backend, search, solver="greedy", solve_s=2.0)
-    found = verified_search(search, scaling_of(), chooser, Limit(budget), train, graph_of)
-    assert any(size % 2 == 0 for size in trained)
-    assert found.max_batch_size in trained
-    assert found.plan.measured.peak_bytes <= budget
+    _, found, trained = verified(lambda size: 0, graph_of=graph_of)
+    assert any(size % 2 == 0 for size, _ in trained)
+    assert found.max_batch_size in dict(trained)
+    assert found.plan.measured.peak_bytes <= BUDGET
 
 
 def test_size_whose_own_graph_fits_under_no_schedule_says_so():
     def graph_of(size):
         return chain_graph(size, 8) if size <= 300 else chain_graph(20 * size, 7)
 
-    search = search_batch_size(scaling_of(), 40, Limit(BUDGET), FakeBackend(), time_limit_s=20.0)
-    chooser = SizeChooser.after(FakeBackend(), search, solver="greedy", solve_s=2.0)
-    found = verified_search(
-        search, scaling_of(), chooser, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
-    )
+    _, found, _ = verified(lambda size: 0, graph_of=graph_of)
     assert found.max_batch_size <= 300 < found.failed_batch_size
     assert any("14 ops at this size, 16 at others" in probe.reason for probe in found.probes)
 
