@@ -142,6 +142,8 @@ def has_plan(row: dict[str, Any]) -> bool:
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """Returns what falls short of what is demanded, a sentence each."""
+    if not rows:
+        return ["no rows"]
     if any(row["framework"] == "tensorflow" for row in rows):
         return [
             f"{row['name']} on {row['card']}: {share or 1:.2f} of plain at half"
@@ -205,6 +207,8 @@ def peer_line(row: dict[str, Any]) -> str:
 
 def peer_failures(rows: list[dict[str, Any]]) -> list[str]:
     """Returns where a plan computes or moves more than a peer at its bytes, a sentence each."""
+    if not rows:
+        return ["no rows"]
     return [
         f"{row['name']} on {row['card']}: {row[f'ours_{what}'] / row[f'peer_{what}'] - 1:.0%} "
         f"more {called} than {row['peer']}"

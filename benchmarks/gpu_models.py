@@ -30,7 +30,18 @@ from pathlib import Path
 from typing import Any
 
 import turns
-from rows import Failed, command_line, failed, head, keep, kept, line_of, printed_by, version_of
+from rows import (
+    Failed,
+    command_line,
+    failed,
+    head,
+    keep,
+    kept,
+    largest,
+    line_of,
+    printed_by,
+    version_of,
+)
 
 from keras_remat.core.writing import WRITINGS
 
@@ -201,6 +212,7 @@ def jax_table(rows: list[dict[str, Any]], said: Any) -> list[str]:
         deviceless = told.get("compiled_mib") if is_plan else plain_said.get(name)
         took = added_mib(row)
         losses = zip(plain.get("losses", []), row["losses"], strict=False)
+        apart = [abs(a - b) for a, b in losses]
         cells = (
             f"{name}, {row['batch_size']}",
             f"plan at {variant}" if is_plan else variant,
@@ -211,7 +223,7 @@ def jax_table(rows: list[dict[str, Any]], said: Any) -> list[str]:
             f"{row['step_ms']:.1f}",
             plain and f"{row['step_ms'] / plain['step_ms']:.2f}",
             is_plan and f"{1 + row['overhead']:.2f}",
-            f"{max((abs(a - b) for a, b in losses), default=0):.1e}",
+            apart and f"{largest(apart):.1e}",
         )
         lines.append(line_of(cell or "" for cell in cells))
     lines += [f"\n{row['name']}, {row['variant']}: {row['failed']}"

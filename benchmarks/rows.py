@@ -211,8 +211,13 @@ def error_of(row: dict[str, Any]) -> float | None:
 
 
 def difference(reference: Iterable[float], other: Iterable[float]) -> float:
-    """The largest relative difference of two runs' losses."""
-    return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(reference, other, strict=True))
+    """The largest relative difference of two runs' losses; infinite where one is no number."""
+    return largest(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(reference, other, strict=True))
+
+
+def largest(differences: Iterable[float]) -> float:
+    """The largest difference; infinite where one is no number, which ``max`` may pass over."""
+    return max(math.inf if math.isnan(one) else one for one in differences)
 
 
 def geometric_mean(numbers: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from rows import Report, command_line, machine
+from rows import Report, command_line, largest, machine
 from watch import StepWatch, long_fit
 
 import keras_remat
@@ -116,7 +116,7 @@ def compare(lengths: list[int], epochs: int, share: float) -> tuple[list[str], b
     plain = fit(lengths, epochs, None)
     limit = int(share * max(plain.watch.peaks))
     family = fit(lengths, epochs, limit)
-    off = max(abs(a - b) for a, b in zip(plain.watch.losses, family.watch.losses, strict=True))
+    off = largest(abs(a - b) for a, b in zip(plain.watch.losses, family.watch.losses, strict=True))
     orders = list(dict.fromkeys(family.orders.values()))
     planned = ", ".join(f"{seconds:.1f}" for seconds in family.planning_s)
     lines = [

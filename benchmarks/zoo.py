@@ -38,6 +38,7 @@ from rows import (
     command_line,
     difference,
     error_of,
+    failed,
     head,
     keep,
     kept,
@@ -433,7 +434,7 @@ def main() -> int:
         if arguments.output:
             shown = [rows[each] for each in known if each in rows]
             arguments.output.write_text(report(shown, arguments.share, backend, **asked))
-    return int(bool(arguments.check and failures(list(rows.values()))))
+    return failed(failures(list(rows.values())), arguments.check)
 
 
 if __name__ == "__main__":

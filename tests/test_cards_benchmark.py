@@ -19,6 +19,7 @@ PEER = {
 def test_what_falls_short_is_told(benchmark_of):
     cards = benchmark_of("cards")
     assert cards.failures([ROW]) == []
+    assert cards.failures([]) == cards.peer_failures([]) == ["no rows"]
     (late,) = cards.failures([ROW | {"compilations": 4}])
     assert "4 compilations" in late
     told = cards.failures([ROW, ROW | {"at": 0.35, "status": "not found"}])

@@ -46,6 +46,7 @@ def test_the_report_says_what_each_step_took(benchmarks, tmp_path, capsys):
         jax_row("0.5", planned=planned, overhead=0.03, step_ms=30.0, losses=[1.0, 0.75]),
         jax_row("checkpoint", own_analysis_mib=None),
         {"framework": "jax", "name": "gpt", "variant": "plain", "failed": "not done"},
+        jax_row("checkpoint", name="gpt"),
         torch_row | {"step": "bits", "again": bits, "planned": bits},
         torch_row | {"step": "0.5", "predicted_mib": 100.0, "allocated_mib": 110.0,
                      "reserved_mib": 128.0, "ms": 5.0},
@@ -56,7 +57,13 @@ def test_the_report_says_what_each_step_took(benchmarks, tmp_path, capsys):
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert gpu_models.report(out, plans, check=True) == 1
     table = (out / "report.md").read_text()
-    assert "| vit, 4 | plan at 0.5 | 48.0 | 52.0 | +8.3% | 110.0 | 30.0 | 1.50 | 1.03 |" in table
+    assert (
+        "| vit, 4 | plan at 0.5 | 48.0 | 52.0 | +8.3% | 110.0 | 30.0 | 1.50 | 1.03 | 2.5e-01 |"
+        in table
+    )
+    assert "| gpt, 4 | checkpoint |  |  |  | 110.0 | 20.0 |  |  |  |" in table, (
+        "no plain to compare"
+    )
     assert "| vit, 4 | plain | 100.0 | 101.0 | +1.0% |" in table
     assert "| bert, float32 | planned | equal | equal |" in table
     assert "| bert | keras.RematScope | 64.0 | 60.0 | 5.0 | 6.0 | 1.20 |" in table
