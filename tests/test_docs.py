@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -127,6 +128,17 @@ def test_the_site_documents_every_public_name():
     text = (DOCS / "api.md").read_text(encoding="utf-8")
     names = {n for n in keras_remat.__all__ if not n.startswith("_") and not n.endswith("Error")}
     assert [name for name in sorted(names) if f"::: keras_remat.{name}\n" not in text] == []
+
+
+def test_the_notebook_has_its_pages_words_and_snippets():
+    if not DOCS.exists():
+        pytest.skip("an installed package has no docs beside it")
+    page, notebook = DOCS / "quickstart.md", DOCS / "quickstart.ipynb"
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    told = ["".join(cell["source"]).removeprefix("# Quickstart\n\n") for cell in cells]
+    text, picture = page.read_text(encoding="utf-8"), re.compile(r'remat\.\w+\.plot\("\w+"\)')
+    assert [cell for cell in told if cell not in text and not picture.fullmatch(cell)] == []
+    assert [code for code in all_snippets(page) if code.rstrip() not in told] == []
 
 
 @pytest.mark.slow
