@@ -120,6 +120,22 @@ def _solved(x):
         return torch.linalg.solve(x.T @ x + torch.eye(16), x.T).T
 
 
+TABLE = torch.linspace(-1, 1, 32).reshape(2, 16)
+FIRST, SECOND = TABLE
+
+
+def _seen_otherwise(x):
+    """Two views of one tensor that it closes over, a conjugate, and axes changed in place."""
+    if x.device.type == "meta":
+        return x
+    moved = 2 * x.detach()
+    moved.t_()
+    moved.unsqueeze_(0)
+    moved.transpose_(0, 2)
+    conjugate = torch.complex(x, 2 * x).conj()
+    return x * FIRST + conjugate.imag * SECOND + moved.squeeze_(2)
+
+
 def _rectified(x):
     return torch.nn.functional.rrelu(x - 0.5, training=True)
 
@@ -257,6 +273,7 @@ EQUAL = {
     "noise of one's own": of(lambda x: torch.tanh(x * _noise(x.detach()))),
     "solved": of(_solved),
     "rectified at random": of(_rectified),
+    "seen otherwise": of(_seen_otherwise),
     "mapped": of(lambda x: x + ops.vectorized_map(lambda row: 2 * row, x)),
     "chosen kernel": flash,
     "rematerialized": rematerialized,

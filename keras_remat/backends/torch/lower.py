@@ -43,7 +43,9 @@ class LoweredStep:
 
     def _run(self, batch: Any) -> Any:
         traced = self.traced
-        leaves = [torch.as_tensor(leaf) for leaf in leaves_of(batch) if leaf is not None]
+        leaves = [  # a step is recorded for batches without gaps
+            torch.as_tensor(leaf).contiguous() for leaf in leaves_of(batch) if leaf is not None
+        ]
         own = traced.places.own
         given = [
             own[at].tensor if at < len(own) else leaves[at - len(own)] for at in self._writer.inputs

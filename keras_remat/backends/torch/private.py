@@ -121,6 +121,18 @@ def overload_like(overload: Any, name: str) -> Any:
     return other if _arguments(other) == _arguments(overload) else None
 
 
+@functools.cache
+def view_like(overload: Any) -> Any:
+    """Returns the operator that returns a view such as another one makes of its first argument in
+    place (``transpose`` for ``transpose_``); ``None`` if there is none."""
+    if not (overload._schema.is_mutable and schema_name(overload).endswith("_")):
+        return None
+    if overload is torch.ops.aten.transpose_.default:
+        return torch.ops.aten.transpose.int  # whose overload has another name
+    other = overload_like(overload, schema_name(overload)[:-1])
+    return other if other is not None and other.is_view else None
+
+
 def _arguments(overload: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type).replace("(a!)", "")) for a in overload._schema.arguments]
 

@@ -151,8 +151,8 @@ class Program:
         self._unfilled: dict[int, Call] = {}  # storage → the call that made it
         self._copied: dict[int, tuple[int, int]] = {}  # value → tensor it is a copy of, its value
         self._outside: set[int] = set()  # storages of inputs and constants
-        self._readers: dict[int, set[int]] = {}  # storage outside → nodes, since the last write
-        self._writer: dict[int, int] = {}  # storage outside → node that wrote it last
+        self._readers: dict[int, set[int]] = {}  # memory outside → nodes, since the last write
+        self._writer: dict[int, int] = {}  # memory outside → node that wrote it last
         self._state: dict[str, int] = {}  # kind of device → value of its generator's state
         self._first_state: dict[str, int] = {}
         self._taken_down: dict[tuple[str, int], int | None] = {}  # kind, mark → value then
@@ -164,9 +164,11 @@ class Program:
                 self._make_anew(number)
                 continue
             self._outside.add(storage)
-            if storage not in self._current:
-                self._current[storage] = self._new_value(number, None)
-                self.sources[self._current[storage]] = number
+            if storage in self._current:
+                self._look_beside(number)
+                continue
+            self._current[storage] = self._new_value(number, None)
+            self.sources[self._current[storage]] = number
         for call in recording.calls:
             self._move_states(call.at)
             for part in chunks(call, self.layouts, recording.storage_bytes):
@@ -218,7 +220,7 @@ class Program:
 
     def is_overwritten(self, number: int) -> bool:
         """Returns whether the step writes a tensor that outlives it."""
-        return self._storage(number) in self._writer
+        return self._memory(number) in self._writer
 
     def graph(self, reusable: Any) -> Graph:
         """Returns the graph of the nodes.
@@ -298,6 +300,10 @@ class Program:
     def _storage(self, number: int) -> int:
         return self.layouts[number].storage
 
+    def _memory(self, number: int) -> int:
+        """Returns a key of the memory outside of the step that a tensor lies in."""
+        return self.recording.memory.get(self._storage(number), self._storage(number))
+
     def _add(self, **fields: Any) -> Node:
         node = Node(id=len(self.nodes), **fields)
         self.nodes.append(node)
@@ -332,6 +338,19 @@ class Program:
                 self._alias[number] = parent
             else:
                 self.recipes[number] = call, at, parent
+
+    def _look_beside(self, number: int) -> None:
+        """Makes a constant that shares the memory of another one a view of it."""
+        layout = self.layouts[number]
+        other = self.base(self._current[layout.storage])
+        if (layout.dtype, layout.turned) != (self.layouts[other].dtype, self.layouts[other].turned):
+            raise UnsupportedModelError(
+                f"The step closes over two tensors of one memory, of {layout.dtype} and "
+                f"{self.layouts[other].dtype}. Make one of the other in the step."
+            )
+        args = Ref(other), layout.shape, layout.stride, layout.offset
+        call = Call(aten.as_strided.default, args, {}, (number,), (), FORWARD, (), 0)
+        self.recipes[number] = call, 0, other
 
     def _is_the_tensor_itself(self, call: Call) -> bool:
         """Returns whether a call copies a whole tensor into memory made for the copy. Such a call
@@ -431,16 +450,17 @@ class Program:
                     "branches return it."
                 )
             if storage in self._outside:
-                if storage in self._writer:
-                    node.after.add(self._writer[storage])
-                self._readers.setdefault(storage, set()).add(node.id)
+                memory = self._memory(number)
+                if memory in self._writer:
+                    node.after.add(self._writer[memory])
+                self._readers.setdefault(memory, set()).add(node.id)
 
     def _write_outside(self, node: Node, call: Call) -> None:
-        for storage in map(self._storage, call.writes):
-            node.after |= self._readers.get(storage, set())
-            if storage in self._writer:
-                node.after.add(self._writer[storage])
-            self._writer[storage], self._readers[storage] = node.id, set()
+        for memory in map(self._memory, call.writes):
+            node.after |= self._readers.get(memory, set())
+            if memory in self._writer:
+                node.after.add(self._writer[memory])
+            self._writer[memory], self._readers[memory] = node.id, set()
         node.after.discard(node.id)
 
     def _write(self, node: Node, call: Call) -> None:

@@ -69,6 +69,7 @@ class Layout:
 
     Args:
         storage: index of the storage.
+        turned: whether its numbers are the conjugates, and the negatives, of what lies there.
     """
 
     shape: tuple[int, ...]
@@ -77,13 +78,15 @@ class Layout:
     dtype: torch.dtype
     device: torch.device
     storage: int
+    turned: tuple[bool, bool] = (False, False)
 
     @staticmethod
     def of(tensor: torch.Tensor, storage: int) -> Layout:
         """Returns how a tensor lies in a storage."""
         shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
         offset = int(tensor.storage_offset())
-        return Layout(shape, stride, offset, tensor.dtype, tensor.device, storage)
+        turned = tensor.is_conj(), tensor.is_neg()
+        return Layout(shape, stride, offset, tensor.dtype, tensor.device, storage, turned)
 
     def tensor(self, device: torch.device | None = None) -> torch.Tensor:
         """Returns a tensor that lies so in a storage of its own, on its device or another one."""
@@ -93,8 +96,8 @@ class Layout:
 
     def is_same(self, other: Layout) -> bool:
         """Returns whether two tensors lie in the same way, each in its own storage or in one."""
-        mine = (self.shape, self.stride, self.offset, self.dtype)
-        return mine == (other.shape, other.stride, other.offset, other.dtype)
+        mine = (self.shape, self.stride, self.offset, self.dtype, self.turned)
+        return mine == (other.shape, other.stride, other.offset, other.dtype, other.turned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,8 @@ class Recording:
         freed: storage → how many calls were made before it was freed.
         born: storage → the call that made it; those of inputs and constants are not in it.
         moves: where states of PyTorch's generator are taken down and put back.
+        memory: storage of a tensor that outlives the step → key of its memory. Two stand-ins have
+            two storages, also where their tensors share memory.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -190,6 +195,7 @@ class Recording:
     freed: dict[int, int] = field(default_factory=dict)
     born: dict[int, int] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
+    memory: dict[int, int] = field(default_factory=dict)
 
     def plain_bytes(self, device: torch.device) -> list[int]:
         """Returns the bytes that Keras's own step has alive on a device at every call, beside those
@@ -243,9 +249,16 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- numbers
 
-    def add_input(self, tensor: torch.Tensor) -> None:
-        """Numbers a stand-in for a tensor that exists before the step."""
-        self.recording.inputs.append(self._new(tensor, born=False))
+    def add_input(self, stand_in: torch.Tensor, tensor: torch.Tensor | None = None) -> None:
+        """Numbers a stand-in for a tensor that exists before the step; ``None`` for one that comes
+        with every batch."""
+        self.recording.inputs.append(self._new(stand_in, born=False))
+        if tensor is not None:
+            self._note_memory(self.recording.inputs[-1], tensor)
+
+    def _note_memory(self, number: int, tensor: torch.Tensor) -> None:
+        storage = self.recording.layouts[number].storage
+        self.recording.memory[storage] = private.storage_key(tensor)
 
     def number(self, tensor: torch.Tensor) -> int:
         """Returns a tensor's number. A new tensor with memory becomes a constant."""
@@ -254,6 +267,13 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         if known is not None:
             if known in self._refused:
                 raise UnsupportedModelError(self._refused[known])
+            layout = self.recording.layouts[known]
+            if layout != Layout.of(tensor, self._storage(tensor, born=True)):
+                raise UnsupportedModelError(
+                    f"The step gives a tensor of shape {layout.shape} another shape or other "
+                    "memory in place (resize_, set_, out=, or an assignment to .data). Make a new "
+                    "tensor."
+                )
             return int(known)
         if private.is_fake(tensor):
             raise UnsupportedModelError(
@@ -286,6 +306,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         """Numbers a tensor whose value is known when the step is recorded."""
         number = self._new(stand_in, born=False)
         self.recording.constants[number] = value
+        self._note_memory(number, value)
         return number
 
     def _new(self, tensor: torch.Tensor, *, born: bool) -> int:
@@ -338,6 +359,9 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             result, noise = self.__torch_dispatch__(functional, types, args, kwargs)
             self.__torch_dispatch__(aten.copy_.default, (), (args[1], noise))
             return result
+        view = private.view_like(func)
+        if view is not None and private.is_fake(args[0]):
+            return self._looked_at_otherwise(view, func, types, args, kwargs)
         if func is aten.repeat_interleave.Tensor:
             kwargs = self._with_output_size(args[0], kwargs)
         if func is aten.equal.default:
@@ -360,6 +384,17 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         if known.value is not None:  # a view of what is known
             self.constants.know(result, known.value)
         return result
+
+    def _looked_at_otherwise(self, view: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Returns a tensor whose axes are changed in place. It stands for a view from then on, and
+        that is what is recorded."""
+        seen = self.__torch_dispatch__(view, types, args, kwargs)
+        func(*args, **kwargs)
+        setattr(args[0], _NUMBER, getattr(seen, _NUMBER))
+        known = self.constants.value(seen)
+        if known is not None:
+            self.constants.know(args[0], known)
+        return args[0]
 
     def _with_output_size(self, repeats: torch.Tensor, options: Any) -> Any:
         """Returns a repetition's options with the size of its result, if that follows from

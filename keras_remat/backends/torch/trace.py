@@ -274,8 +274,11 @@ def _recorded(
     step: Callable[[Any], Any],
 ) -> Any:
     """Runs a step on stand-ins and returns its result, with numbers for its tensors."""
-    for tensor in (*stand_ins, *(leaf for leaf in keras.tree.flatten(data) if leaf is not None)):
-        recorder.add_input(tensor)
+    for tensor, place in zip(stand_ins, places.own, strict=True):
+        recorder.add_input(tensor, place.tensor)
+    for leaf in keras.tree.flatten(data):
+        if leaf is not None:
+            recorder.add_input(leaf)
     for tensor in stand_ins:
         if tensor.grad is not None:
             recorder.refuse(tensor.grad, _GRADIENT_OF_BEFORE)

@@ -265,6 +265,8 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy of a tensor in memory of NumPy's."""
     tensor = _once(tensor)
-    memory = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
-    copy = torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+    count = tensor.numel()
+    # PyTorch looks at no memory of 0 bytes as another type
+    memory = np.empty(max(1, count) * tensor.element_size(), np.uint8)
+    copy = torch.from_numpy(memory).view(tensor.dtype)[:count].view(tensor.shape)
     return copy.copy_(tensor.detach())

@@ -36,6 +36,9 @@ class Module(nn.Module):
         self.use, self.inner = use, nn.Linear(12, 8)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("repeated", torch.arange(8.0).expand(2, 8))
+        self.register_buffer("table", torch.zeros(2, 8))
+        self.register_buffer("row", self.table[0])
+        self.register_buffer("none", torch.empty(0, 3))
         self.normalized = nn.BatchNorm1d(8)
         self.of_series = nn.InstanceNorm1d(2, track_running_stats=True)
         self.last = None
@@ -60,6 +63,12 @@ def normalizes_series(module, x):
 
 def reads_what_is_expanded(module, x):
     return x * module.repeated[1]
+
+
+def writes_what_another_buffer_looks_at(module, x):
+    with torch.no_grad():
+        module.table.add_(x.mean(0))
+    return x * torch.sigmoid(3 * module.row)
 
 
 def looks_up(module, x):
@@ -156,6 +165,7 @@ def state(model):
         normalizes_twice,
         normalizes_series,
         reads_what_is_expanded,
+        writes_what_another_buffer_looks_at,
         sets_for_others_to_see,
         counts_for_others_to_see,
         registers_late,

@@ -161,6 +161,20 @@ def test_a_batch_of_shapes_alone_is_traced_as_one_of_arrays():
     assert backend.trace(model, larger).graph.fingerprint != fingerprint
 
 
+def test_a_batch_whose_axes_are_permuted_is_one_without_gaps():
+    """Its rows were looked at as one axis, as those of the batch that was recorded."""
+    model, (x, y) = ready(models.images())
+    backend = load_backend()
+    put_back = backend.snapshot(model)
+    traced, problem = traced_step(backend, model, (x, y))
+    step = backend.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+    logs, expected = copies(step((x, y)).values()), state(model)
+    put_back()
+    permuted = x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    assert_same(logs, copies(step((permuted, y)).values()))
+    assert_same(expected, state(model))
+
+
 class Kinds(TorchDispatchMode):
     """Notes the kinds of the ops that run."""
 
@@ -226,6 +240,22 @@ def moved(x: torch.Tensor) -> torch.Tensor:
 moved.register_fake(torch.empty_like)
 
 
+def grows_in_place(x):
+    if x.device.type != "meta":
+        made = torch.empty(0)
+        torch.add(x.detach(), 1, out=made)
+        x = x + made
+    return x
+
+
+def gets_other_data(x):
+    if x.device.type != "meta":
+        made = 2 * x.detach()
+        made.data = 3 * made.data
+        x = x + made
+    return x
+
+
 def branches(x):
     if x.device.type != "meta" and ops.sum(x) > 0:  # the line
         return x
@@ -248,6 +278,8 @@ def branches(x):
          "without memory.*TypeError: unsupported format string"),
         (lambda x: x * OUTSIDE if x.device.type != "meta" else x,
          "no variable of the model"),
+        (grows_in_place, r"shape \(0,\) another shape or other memory"),
+        (gets_other_data, r"other memory in place.*assignment to \.data"),
         (lambda x: x + torch.ones(16, device="meta") if x.device.type != "meta" else x,
          "tensors of two devices"),
     ],
@@ -259,6 +291,14 @@ def test_what_cannot_be_recorded_is_refused_with_its_line(does, reason):
         load_backend().trace(model, data)
     assert "test_trace.py" in str(caught.value) or "no plan can move" in str(caught.value)
     assert_same(before, state(model))
+
+
+def test_two_types_of_a_memory_that_is_closed_over_are_refused():
+    as_integers = kinds.FIRST.view(torch.int32)
+    both = kinds.of(lambda x: x * kinds.FIRST + as_integers if x.device.type != "meta" else x)
+    model, data = ready(both)
+    with pytest.raises(UnsupportedModelError, match=r"one memory, of torch\.int32 and torch"):
+        load_backend().trace(model, data)
 
 
 @pytest.mark.parametrize("case", kinds.REFUSED)
