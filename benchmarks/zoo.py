@@ -12,7 +12,7 @@ of whole ops runs in slices, which round sums in another order. Times are median
 the third epoch of four; of all threads' seconds, too, which other processes lengthen less. The
 largest models are planned only (``graph``): traced, with estimated costs. Backbones
 of keras-hub are built from configurations, where keras-hub is installed. Cases that the JSON file
-has are not run again.
+has, with the same settings, are not run again.
 
 ``--backend torch`` runs them on PyTorch. Of a CPU the bytes of the last epoch's steps are told
 there, by the profiler, and not those of the steps before.
@@ -419,16 +419,18 @@ def main() -> int:
         told = json.loads(arguments.child)
         print(json.dumps((planned if told["name"] in GRAPHS else trained)(**told)))
         return 0
-    rows = {row["name"]: row for row in kept(arguments.json)}
     backend, known = arguments.backend, cases(arguments.backend)
     asked = {"batch": arguments.batch, "pixels": arguments.pixels}
+    settings = asked | {"backend": backend, "share": arguments.share}
+    rows = {row["name"]: row for row in kept(arguments.json) if settings.items() <= row.items()}
     wanted = arguments.only.split(",") if arguments.only else known
     unknown = set(wanted) - set(known)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     for name in wanted:
         if name not in rows:
-            rows[name] = run(name, arguments.share, arguments.timeout, backend, **asked)
+            row = run(name, arguments.share, arguments.timeout, backend, **asked)
+            rows[name] = row | settings
             keep(rows[name], arguments.json)
         print(line(rows[name]), flush=True)
         if arguments.output:
