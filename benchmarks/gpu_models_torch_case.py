@@ -20,11 +20,10 @@ from typing import Any
 
 import cards_case
 import keras
-import numpy as np
 import torch
 import turns
 from gpu_models_case import batch_of
-from gpu_torch_case import profiled
+from gpu_torch_case import Fitted, compared_bits, profiled
 from model_parts import parts
 from rows import MIB
 
@@ -104,9 +103,8 @@ def peers() -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:
 
 def bits(name: str, factor: float) -> dict[str, Any]:
     """Losses and weights of plain ``fit``, of it once more, and of a plan."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
-    def fitted(*callbacks: Any) -> tuple[list[float], list[np.ndarray]]:
+    def fitted(*callbacks: Any) -> Fitted:
         model, (x, y) = built(name, factor)
         size = len(x) // 2
         history = model.fit(
@@ -114,22 +112,8 @@ def bits(name: str, factor: float) -> dict[str, Any]:
         ).history
         return history["loss"], [keras.ops.convert_to_numpy(w) for w in model.weights]
 
-    watch = keras_remat.RematAutotune(batch_size="keep", verbose=0)
-    plain = fitted(watch)
-    limit = int(0.6 * watch.report.baseline.peak_bytes)
-    remat = keras_remat.RematAutotune(limit, "keep", solver="greedy", margin=0.0, verbose=0)
-    row: dict[str, Any] = {}
-    for which, (losses, weights) in (("again", fitted()), ("planned", fitted(remat))):
-        row[which] = {
-            "losses_equal": losses == plain[0],
-            "weights_equal": all(map(np.array_equal, plain[1], weights)),
-            "largest": max(
-                float(np.abs(a - b).max()) for a, b in zip(plain[1], weights, strict=True)
-            ),
-        }
-    row["plan"] = None if remat.plan is None else str(remat.plan)
-    torch.use_deterministic_algorithms(False)
-    return row
+    remat, told = compared_bits(fitted, margin=0.0)
+    return told | {"plan": None if remat.plan is None else str(remat.plan)}
 
 
 def measured(device: Any, run: Callable[[], Any], resident: int) -> dict[str, Any]:
@@ -141,7 +125,6 @@ def measured(device: Any, run: Callable[[], Any], resident: int) -> dict[str, An
         "allocated_mib": (max(usage.peak_bytes for usage in used) - resident) / MIB,
         "reserved_mib": torch.cuda.memory_reserved() / MIB,
         "ms": 1e3 * median(usage.time_s for usage in used),
-        "ms_least": 1e3 * min(usage.time_s for usage in used),
     }
 
 
@@ -159,7 +142,6 @@ def steps(name: str, factor: float) -> Any:
     backend.check(model)
     batch = backend.example_batch(model, arrays)
     traced = backend.trace(model, batch)
-    before = backend.device.in_use_bytes()
     prepared: list[tuple[dict[str, Any], Callable[[], Any]]] = []
     with preserved_state(backend, model):
         problem = profiled(backend, traced, batch)
@@ -181,22 +163,17 @@ def steps(name: str, factor: float) -> Any:
                 "predicted_mib": (
                     backend.memory.peak_bytes(problem, solution.schedule) - resident
                 ) / MIB,
-                "predicted_ms": 1e3 * keras_remat.simulate(problem, solution.schedule).time_s,
             }  # fmt: skip
             prepared.append((told, lambda run=run: run(batch)))
         plain = traced.plain_peak_bytes(problem, backend.memory) - resident
-        yield {"resident_before_mib": before / MIB, "resident_mib": resident / MIB}
         with turns.alone(f"torch-{name}"):
             for told, call in prepared:
                 yield told | measured(backend.device, call, resident)
             prepared.clear()
             call = keras_step(model, arrays)
             call()
-            grads = sum(v.value.grad.nbytes for v in model.trainable_variables
-                        if v.value.grad is not None)  # fmt: skip
-            now = backend.device.in_use_bytes() - grads
             found = measured(backend.device, call, resident)
-            told = {"step": "Keras", "predicted_mib": plain / MIB, "resident_now_mib": now / MIB}
+            told = {"step": "Keras", "predicted_mib": plain / MIB}
             yield told | found
             del call, model
             yield from _peers(name, factor, backend)

@@ -7,17 +7,16 @@ Predicted bytes are compared with those that the caching allocator handed out at
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-import traceback
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import keras
 import numpy as np
 import torch
-from gpu_case import BATCH, Answer, build, mib, samples
+from gpu_case import BATCH, Answer, build, main, mib, samples
 
 import keras_remat
 from keras_remat import doctor
@@ -31,6 +30,8 @@ CALLS = 3
 #: Of what the plain step needs: the card that it does not fit.
 SMALL_CARD = 0.7
 _EPOCHS, _TEXT = 2, 300
+#: Losses, and weights afterwards.
+Fitted = tuple[list[float], list[np.ndarray]]
 
 
 def on_gpu() -> bool:
@@ -86,12 +87,41 @@ def environment(options: dict[str, Any], answer: Answer) -> None:
         )
 
 
+def compared_bits(
+    fitted: Callable[..., Fitted], margin: float
+) -> tuple[keras_remat.RematAutotune, dict[str, dict[str, Any]]]:
+    """Compares losses and weights of plain ``fit`` with those of it once more, and of a plan for
+    0.6 of its bytes, under PyTorch's deterministic kernels.
+
+    Args:
+        fitted: trains with these callbacks.
+        margin: of the plan's.
+
+    Returns:
+        The plan's callback, and what is said of both fits.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    watch = keras_remat.RematAutotune(batch_size="keep", verbose=0)
+    plain = fitted(watch)
+    limit = int(0.6 * watch.report.baseline.peak_bytes)
+    remat = keras_remat.RematAutotune(limit, "keep", solver="greedy", margin=margin, verbose=0)
+    told = {}
+    for name, (losses, weights) in (("again", fitted()), ("planned", fitted(remat))):
+        pairs = list(zip(plain[1], weights, strict=True))
+        told[name] = {
+            "losses_equal": losses == plain[0],
+            "weights_equal": all(np.array_equal(a, b) for a, b in pairs),
+            "largest": max(float(np.abs(a - b).max()) for a, b in pairs),
+        }
+    torch.use_deterministic_algorithms(False)
+    return remat, told
+
+
 def bits(options: dict[str, Any], answer: Answer) -> None:
     """Losses and weights of plain ``fit``, of it once more, and of a plan for half of its bytes."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
 
-    def fitted(*callbacks: Any) -> tuple[list[float], list[np.ndarray]]:
+    def fitted(*callbacks: Any) -> Fitted:
         model = build(options, jit=False)
         x, y = samples(options, 3 * BATCH)
         torch.manual_seed(1)
@@ -100,19 +130,10 @@ def bits(options: dict[str, Any], answer: Answer) -> None:
         ).history
         return history["loss"], [np.asarray(w.numpy()) for w in model.weights]
 
-    watch = keras_remat.RematAutotune(batch_size="keep", solver="greedy", verbose=0)
-    plain = fitted(watch)
-    limit = int(0.6 * watch.report.baseline.peak_bytes)
-    remat = keras_remat.RematAutotune(limit, "keep", solver="greedy", verbose=0)
-    for name, (losses, weights) in (("plain again", fitted()), ("planned", fitted(remat))):
-        pairs = list(zip(plain[1], weights, strict=True))
-        answer.row(
-            fit=name,
-            losses_equal=losses == plain[0],
-            weights_equal=all(np.array_equal(a, b) for a, b in pairs),
-            largest_difference=max(float(np.abs(a - b).max()) for a, b in pairs),
-        )
-    answer.fact(limit_mib=mib(limit), plan=str(remat.plan))
+    remat, told = compared_bits(fitted, margin=0.05)
+    for name, row in told.items():
+        answer.row(fit=name, **row)
+    answer.fact(limit_mib=mib(remat.report.limit_bytes), plan=str(remat.plan))
     answer.fact(events=[event.message for event in remat.report.events])
 
 
@@ -210,29 +231,6 @@ def largest(options: dict[str, Any], answer: Answer) -> None:
     answer.fact(events=[event.message for event in remat.report.events])
 
 
-CASES = {
-    "environment": environment,
-    "bits": bits,
-    "memory": memory,
-    "out_of_memory": out_of_memory,
-    "largest": largest,
-}
-
-
-def main(path: str) -> int:
-    """Runs the part that the options name."""
-    with open(path, encoding="utf-8") as file:
-        options = json.load(file)
-    answer = Answer(options["answer"])
-    try:
-        CASES[options["case"]](options, answer)
-    except Exception as error:
-        traceback.print_exc()
-        answer.fact(error=f"{type(error).__name__}: {str(error)[:_TEXT]}")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
     assert keras.backend.backend() == "torch"
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], (environment, bits, memory, out_of_memory, largest)))
