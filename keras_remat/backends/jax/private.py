@@ -287,16 +287,25 @@ def arrays_held_elsewhere(model: Any) -> dict[int, jax.Array]:
     variables = [variable for group in state_variables(model) for variable in group]
     held = [at for at, v in enumerate(variables) if sys.getrefcount(v._value) > alone]
     arrays = [variable.value for variable in variables]
-    addresses = Counter(map(_address, jax.live_arrays()))
-    shared = [at for at, array in enumerate(arrays) if addresses[_address(array)] > 1]
+    live = [array for array in jax.live_arrays() if _has_address(array)]
+    # JAX 0.10.0 keeps a view of every array that was asked for its address.
+    views = {id(array._arrays[0]) for array in live if array._arrays[0] is not array}
+    addresses = Counter(_address(array) for array in live if id(array) not in views)
+    shared = [
+        at
+        for at, array in enumerate(arrays)
+        if _has_address(array) and addresses[_address(array)] > 1
+    ]
     return {at: arrays[at] for at in {*held, *shared}}
 
 
+def _has_address(array: jax.Array) -> bool:
+    """Returns whether an array's numbers are in one place."""
+    return not array.is_deleted() and len(array.sharding.device_set) == 1
+
+
 def _address(array: jax.Array) -> Any:
-    """Returns where an array's numbers are. An array on several devices gets an object of its
-    own."""
-    if array.is_deleted() or len(array.sharding.device_set) > 1:
-        return object()
+    """Returns where the numbers of an array on one device are."""
     return array.sharding, array.unsafe_buffer_pointer()
 
 

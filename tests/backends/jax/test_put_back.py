@@ -77,7 +77,8 @@ def test_arrays_that_somebody_else_holds_stay(plan):
 def test_arrays_that_nobody_else_holds_are_not_copied():
     """The device holds them once: a model may take more than half of it."""
     model, _ = built()
-    assert private.arrays_held_elsewhere(model) == {}
+    for _ in range(2):  # to be asked leaves nothing that counts as somebody else's
+        assert private.arrays_held_elsewhere(model) == {}
     first = model.trainable_variables[0]
     held = first.value
     assert list(private.arrays_held_elsewhere(model).values()) == [held]
