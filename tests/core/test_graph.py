@@ -214,7 +214,7 @@ def test_needed_does_not_recurse():
     assert len(chain.needed) == n
 
 
-def test_fingerprint_ignores_names_and_sees_everything_else():
+def test_fingerprint_ignores_names_alone_and_what_has_the_same_ops_ignores_sizes_too():
     base = chain_example()
     renamed = Graph(
         tuple(dataclasses.replace(op, name="x" + op.name) for op in base.ops),
@@ -235,20 +235,25 @@ def test_fingerprint_ignores_names_and_sees_everything_else():
             base.outputs,
         )
 
-    variants = [
+    other_ops = [
         with_op(kind="other"),
         with_op(recomputable=False),
         with_op(after=(0,)),
-        with_op(may_reuse=(0,)),
         with_op(inputs=(3, 0)),
         with_op(inputs=(3,)),
+        Graph(base.ops[:4], base.values[:4], (3,)),
+    ]
+    same_ops = [
+        with_op(may_reuse=(0,)),
         with_value(nbytes=3),
         with_value(shape=(2,)),
         with_value(dtype="int8"),
         Graph(base.ops, base.values, (3, 4)),
     ]
-    fingerprints = {base.fingerprint, *(variant.fingerprint for variant in variants)}
-    assert len(fingerprints) == len(variants) + 1
+    fingerprints = {graph.fingerprint for graph in (base, *other_ops, *same_ops)}
+    assert len(fingerprints) == 1 + len(other_ops) + len(same_ops)
+    assert not any(base.has_ops_of(other) for other in other_ops)
+    assert all(base.has_ops_of(other) for other in same_ops)
 
 
 def test_reused_bytes_matches_sizes_once_each():

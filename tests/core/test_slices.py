@@ -61,7 +61,7 @@ def test_simulate_and_validate_agree_on_randomly_sliced_problems(block):
 
 def symbols(found):
     """Runs whole and sliced graph on symbols; a whole value of k parts is the tuple of its parts,
-    a sum the tuple of its terms. Returns both graphs' outputs."""
+    a sum the tuple of its terms. Returns pairs of a value before and now, or of a part."""
     problem, rules, sliced, _ = found
     parts, old, new = sliced.slicing.parts, problem.graph, sliced.graph
     chosen = set(sliced.slicing.ops)
@@ -121,7 +121,11 @@ def symbols(found):
             )
         else:
             now[op.outputs[0]] = tuple((("mean", read[0]), p) for p in range(parts))
-    return [plain[v] for v in old.outputs], [now[v] for v in new.outputs]
+    pairs = [(plain[v], now[new_v]) for v, new_v in sliced.whole.items()]
+    for (v, part), new_v in (*sliced.parts.items(), *sliced.cuts.items()):
+        pairs.append((plain[v][part], now[new_v]))
+    assert new.outputs == tuple(sliced.whole[v] for v in old.outputs)
+    return pairs
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -130,8 +134,36 @@ def test_a_sliced_graph_computes_the_same_from_the_same_parts(block):
         found = randomly_sliced(seed)
         if found is None or len(found[0].graph.ops) > 9:
             continue
-        whole, sliced = symbols(found)
-        assert whole == sliced, seed
+        for before, now in symbols(found):
+            assert before == now, seed
+
+
+def test_an_op_keeps_its_kind_phase_and_promises_in_slices():
+    for seed in range(100):
+        if (found := randomly_sliced(seed)) is None:
+            continue
+        problem, _, sliced, _ = found
+        for op, origin in zip(sliced.graph.ops, sliced.origins, strict=True):
+            if origin.role in ("whole", "part"):
+                old = problem.graph.ops[origin.source]
+                assert (op.kind, op.phase) == (old.kind, old.phase), seed
+                assert op.recomputable == old.recomputable, seed
+                assert bool(op.may_reuse) == bool(old.may_reuse), seed
+
+
+def test_a_part_is_a_share_along_the_axis_of_its_value():
+    values = (
+        Value(0, "x", 96, (4, 6)),
+        Value(1, "y", 96, (4, 6), producer=0),
+        Value(2, "z", 16, (4,), producer=1),
+    )
+    ops = (Op(0, "y", "", (0,), (1,)), Op(1, "z", "", (1,), (2,)))
+    rules = {0: SliceRule(frozenset({0})), 1: SliceRule(frozenset({1}), sums=frozenset({2}))}
+    graph = Graph(ops, values, (1, 2))
+    sliced = sliced_graph(graph, rules, Slicing((0, 1), 2), axes={1: 1})
+    shapes = {value.name: value.shape for value in sliced.graph.values}
+    names = ("x/cut_0", "y/slice_1", "y", "z/slice_0", "z")
+    assert [shapes[name] for name in names] == [(2, 6), (4, 3), (4, 6), (4,), (4,)]
 
 
 def test_effects_stay_after_all_parts_and_cuts_of_what_they_follow():
