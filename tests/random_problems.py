@@ -249,6 +249,18 @@ def mixed_problem(seed: int, shape: str | None = None, *, budget: bool = True) -
     return with_random_budget(rng, problem) if budget else problem
 
 
+def two_branches() -> Problem:
+    """Two branches that fit the budget one after the other; in the default order the large values
+    of both are alive at once."""
+    reads: tuple[tuple[int, ...], ...] = ((), (), (0,), (1,), (2, 3))
+    graph = Graph(
+        tuple(Op(i, f"op{i}", "", reads[i], (i,), recomputable=False) for i in range(5)),
+        tuple(Value(i, f"v{i}", (10, 10, 1, 1, 1)[i], producer=i) for i in range(5)),
+        (4,),
+    )
+    return Problem(graph, Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=12)
+
+
 def normalized_in_slices(layers: int, parts: int, nbytes: int = 64) -> tuple[Problem, int]:
     """Layers that normalize over the batch, in slices: each reads a sum over what the one before
     makes, forward and backward. Returns the problem, and the floor of its whole ops."""

@@ -15,7 +15,6 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
-from keras_remat.core.validate import validate
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
@@ -183,22 +182,6 @@ def test_where_a_plan_for_the_whole_step_fits_no_slices_are_asked_for():
     traced, costs, plan = plan_with_slices(step, request_for(problem, 1000), estimate)
     assert (traced, costs) == (step, problem)
     assert told_whole(plan, traced, costs, SimulatedMemory()).slicing is None
-
-
-def test_brute_force_agrees_that_the_floor_fell():
-    """A chain of 1, 8, 8 and 1 byte, whose last op adds up what two parts contribute."""
-    ops = tuple(Op(i, "abcd"[i], "", (i - 1,) if i else (), (i,)) for i in range(4))
-    values = tuple(Value(i, "abcd"[i], (1, 8, 8, 1)[i], producer=i) for i in range(4))
-    graph = Graph(ops, values, (3,))
-    rules = {i: SliceRule(frozenset({i - 1})) for i in (1, 2)}
-    rules[3] = SliceRule(frozenset({2}), sums=frozenset({3}))
-    sliced = sliced_graph(graph, rules, Slicing((1, 2, 3), 2)).graph
-    whole, costs = (Problem(g, estimate(TracedStep(g, {}))) for g in (graph, sliced))
-    assert (whole.floor_bytes, costs.floor_bytes) == (116, 108)
-    assert fastest(whole.with_budget(115), any_order=True) is None
-    found = fastest(costs.with_budget(111))
-    assert found is not None
-    validate(costs.with_budget(111), Schedule(tuple(found[1])))
 
 
 def update(read=8, written=8):

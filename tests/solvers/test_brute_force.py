@@ -2,12 +2,12 @@
 
 import random
 
-from keras_remat.core.graph import Graph, Op, Value, chain_example
+from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import validate
-from tests.random_problems import mixed_problem
+from tests.random_problems import mixed_problem, two_branches
 from tests.solvers.brute_force import fastest
 
 
@@ -47,14 +47,7 @@ def test_any_order_never_loses_to_the_default_order() -> None:
 
 
 def test_any_order_runs_one_branch_after_the_other() -> None:
-    """In the default order the large values of both branches are alive at once."""
-    reads: tuple[tuple[int, ...], ...] = ((), (), (0,), (1,), (2, 3))
-    graph = Graph(
-        tuple(Op(i, f"op{i}", "", reads[i], (i,), recomputable=False) for i in range(5)),
-        tuple(Value(i, f"v{i}", (10, 10, 1, 1, 1)[i], producer=i) for i in range(5)),
-        (4,),
-    )
-    problem = Problem(graph, Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=12)
+    problem = two_branches()
     assert fastest(problem) is None
     best = fastest(problem, any_order=True)
     assert best is not None

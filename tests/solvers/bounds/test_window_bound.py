@@ -6,10 +6,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from random_problems import (
-    chain_problem,
-    mixed_problem,
-)
+from graph_builder import Builder
+from random_problems import chain_problem, mixed_problem
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value, chain_example
@@ -88,22 +86,15 @@ def test_running_example_must_recompute_a() -> None:
 def test_it_adds_up_what_different_cuts_enforce() -> None:
     """Two running examples, one after the other: in each a must be computed again, and one cut
     sees one of them."""
-    ops: list[Op] = []
-    values: list[Value] = []
-
-    def add(nbytes: int, *inputs: int) -> int:
-        at = len(ops)
-        ops.append(Op(at, f"op{at}", "", inputs, (at,)))
-        values.append(Value(at, f"v{at}", nbytes, producer=at))
-        return at
-
+    builder = Builder()
     last: tuple[int, ...] = ()
     for _ in range(2):
-        a = add(4, *last)
-        d = add(1, add(6, add(1, a)))
-        last = (add(2, a, d),)
-    profile = Profile((1.0,) * len(ops), (0,) * len(ops), 0)
-    problem = Problem(Graph(tuple(ops), tuple(values), last), profile, 9)
+        a = builder.add("a", 4, last)
+        b = builder.add("b", 1, (a,))
+        c = builder.add("c", 6, (b,))
+        d = builder.add("d", 1, (c,))
+        last = (builder.add("e", 2, (a, d)),)
+    problem = builder.problem(last, 9)
     one_cut = cut_bound.lower_bound_s(problem, deadline=Deadline(float("inf")))
     assert one_cut < bound(problem) - 0.1
     assert bound(problem) == pytest.approx(optimum(problem), rel=1e-5)

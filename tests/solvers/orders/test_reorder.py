@@ -173,30 +173,22 @@ def test_updates_run_early_though_they_read_a_value_computed_late(momentum: bool
     """The learning rate is read once per weight, after everything; each update takes its read
     along, and so the momentum times its decay."""
     weights = 4
-    ops: list[Op] = []
-    values: list[Value] = []
-
-    def add(name: str, nbytes: int, inputs: tuple[int, ...], **options: object) -> int:
-        at = len(values)
-        values.append(Value(at, name, nbytes, producer=len(ops)))
-        ops.append(Op(len(ops), name, name, inputs, (at,), **options))  # type: ignore[arg-type]
-        return at
-
-    chain = add("x", 10, ())
+    builder = Builder()
+    add = builder.add
+    chain = add("x", 10)
     gradients = []
     for _ in range(weights):
         chain = add("backward", 10, (chain,))
         gradients.append(add("gradient", 100, (chain,)))
     for gradient in gradients:
-        rate = add("rate", 1, ())
+        rate = add("rate", 1)
         scaled = add("scaled", 100, (gradient, rate), may_reuse=(gradient,))
         if momentum:
-            decayed = add("decayed", 100, ())
+            decayed = add("decayed", 100)
             scaled = add("slot", 100, (scaled, decayed), may_reuse=(scaled, decayed))
         add("assign", 0, (scaled,), recomputable=False)
-    graph = Graph(tuple(ops), tuple(values), (chain,))
-    problem = Problem(graph, Profile((1.0,) * len(ops), (0,) * len(ops), 0))
-    before = simulate(problem, Schedule.store_all(graph)).peak_bytes
+    problem = builder.problem((chain,))
+    before = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
     after = simulate(problem, Schedule(memory_aware(problem))).peak_bytes
     assert before > 400
     assert after < (350 if momentum else 250)

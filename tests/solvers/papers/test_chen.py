@@ -4,6 +4,9 @@ import random
 
 import pytest
 
+from keras_remat.core.graph import Graph, Op, Value
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
@@ -71,10 +74,6 @@ def test_linear_form_recomputes_where_no_single_op_separates() -> None:
 
 def test_ap_finds_nothing_when_branches_run_in_parallel() -> None:
     """Two parallel branches from the first op to the last: every cut is crossed by two values."""
-    from keras_remat.core.graph import Graph, Op, Value
-    from keras_remat.core.problem import Problem
-    from keras_remat.core.profile import Profile
-
     reads = [(), (), (0,), (1,), (2, 3), (4, 0, 1)]
     phases = ["forward"] * 5 + ["backward"]
     graph = Graph(

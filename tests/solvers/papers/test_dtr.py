@@ -1,6 +1,7 @@
 """Greedy eviction: the theorem of the paper, its seven scores, and the union-find."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -119,8 +120,6 @@ def test_memory_of_the_plan_is_searched_above_the_budget() -> None:
 
 def test_values_nobody_may_recompute_are_kept() -> None:
     graph = chain_example()
-    from dataclasses import replace
-
     pinned = replace(graph, ops=(replace(graph.ops[0], recomputable=False), *graph.ops[1:]))
     problem = Problem(pinned, Profile((1.0,) * 5, (0,) * 5, 0))
     order = plan(problem, "size", 7)

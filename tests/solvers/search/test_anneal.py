@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import pytest
-from random_problems import mixed_problem, with_budget_fraction
+from random_problems import mixed_problem, two_branches, with_budget_fraction
 
 from benchmarks.suite.layered import layered
 from keras_remat.core.deadline import NO_DEADLINE
-from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
-from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import validate
 from keras_remat.solvers import SOLVERS
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.search import anneal, greedy
 
-COOLINGS = (anneal.LOOSE, anneal.STIFF)
+
+def improved(
+    problem: Problem,
+    start: tuple[int, ...] | None = None,
+    *,
+    seed: int = 0,
+    compiled: bool = False,
+) -> list[tuple[int, ...]]:
+    """Returns all orders that annealing finds with a few moves, each faster than the last."""
+    return list(
+        anneal.improve(
+            problem,
+            start,
+            deadline=NO_DEADLINE,
+            moves=4000,
+            compiled=compiled,
+            coolings=(anneal.LOOSE, anneal.STIFF),
+            seed=seed,
+        )
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -26,15 +43,7 @@ def test_improvements_are_valid_and_faster(seed: int) -> None:
     for order in greedy.candidates(problem, deadline=NO_DEADLINE):
         start = order
     time_s = float("inf") if start is None else sum(problem.profile.op_time_s[i] for i in start)
-    for order in anneal.improve(
-        problem,
-        start,
-        deadline=NO_DEADLINE,
-        moves=4000,
-        compiled=False,
-        coolings=COOLINGS,
-        seed=seed,
-    ):
+    for order in improved(problem, start, seed=seed):
         validate(problem, Schedule(order))
         faster = sum(problem.profile.op_time_s[i] for i in order)
         assert faster < time_s
@@ -43,38 +52,14 @@ def test_improvements_are_valid_and_faster(seed: int) -> None:
 
 def test_the_same_seed_gives_the_same_orders() -> None:
     problem = mixed_problem(11, "training")
-    first, second = (
-        list(
-            anneal.improve(
-                problem,
-                None,
-                deadline=NO_DEADLINE,
-                moves=4000,
-                compiled=False,
-                coolings=COOLINGS,
-                seed=3,
-            )
-        )
-        for _ in range(2)
-    )
-    assert first == second
+    assert improved(problem, seed=3) == improved(problem, seed=3)
 
 
 def test_reordering_saves_what_no_recomputation_can() -> None:
     """Two branches whose first values are both alive at once in the default order; run one after
     the other they fit."""
-    reads: tuple[tuple[int, ...], ...] = ((), (), (0,), (1,), (2, 3))
-    graph = Graph(
-        tuple(Op(i, f"op{i}", "", reads[i], (i,), recomputable=False) for i in range(5)),
-        tuple(Value(i, f"v{i}", (10, 10, 1, 1, 1)[i], producer=i) for i in range(5)),
-        (4,),
-    )
-    problem = Problem(graph, Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=12)
-    orders = list(
-        anneal.improve(
-            problem, None, deadline=NO_DEADLINE, moves=4000, compiled=False, coolings=COOLINGS
-        )
-    )
+    problem = two_branches()
+    orders = improved(problem)
     assert orders
     validate(problem, Schedule(orders[-1]))
     assert len(orders[-1]) == 5
@@ -88,21 +73,7 @@ def test_machine_code_makes_the_moves_of_the_python_oracle(seed: int) -> None:
     problem = layered(60, seed) if seed < 3 else mixed_problem(seed)
     if seed < 3:
         problem = with_budget_fraction(problem, 0.75)
-    compiled, python = (
-        list(
-            anneal.improve(
-                problem,
-                None,
-                deadline=NO_DEADLINE,
-                moves=4000,
-                compiled=flag,
-                coolings=COOLINGS,
-                seed=seed,
-            )
-        )
-        for flag in (True, False)
-    )
-    assert compiled == python
+    assert improved(problem, seed=seed, compiled=True) == improved(problem, seed=seed)
 
 
 def test_solving_goes_on_while_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
