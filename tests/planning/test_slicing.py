@@ -15,6 +15,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
+from keras_remat.core.target import CPU_RATES
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
@@ -110,6 +111,8 @@ def test_parts_cost_their_share_and_glue_what_it_moves():
     assert scratch["loss/slice_3"] == 4
     assert scratch["of_w/slice_0"] == 1
     assert 0 < by_name["h/cut_0"] < by_name["of_w/sum_1"] < 1e-4
+    assert by_name["of_h/join_1"] == by_name["h/cut_0"]  # a byte is read and written
+    assert by_name["of_h/joined"] == CPU_RATES.seconds_per_kernel
     assert costs.profile.resident_bytes == 7
     whole = Whole(step, sliced).problem(costs)
     assert whole.graph is step.graph
@@ -140,7 +143,10 @@ def test_a_kernel_that_asks_for_as_much_for_a_part_is_expected_to():
     assert of_loss(costs_of(sliced, whole, estimate)[1]) == {4}  # nothing is expected
 
     assert undivided_scratch(step, whole, expect) == {}
-    asked = tuple(40 * (op.kind == "Loss") for op in costs.graph.ops)
+    asked = tuple(
+        (40 - origin.part) * (op.kind == "Loss")
+        for op, origin in zip(costs.graph.ops, sliced.whole.sliced.origins, strict=True)
+    )
     seen = replace(costs, profile=replace(costs.profile, op_workspace_bytes=asked))
     undivided = undivided_scratch(sliced, seen, expect)
     assert undivided == {2: 24}
@@ -538,10 +544,11 @@ def test_micro_batches_are_the_number_of_slices_that_divides_the_batch(samples, 
         op_id: replace(rule, divides=rule.divides and samples) for op_id, rule in rules.items()
     }
     step = replace(step, slicer=CoreSlicer(step, rules))
+    problem = replace(problem, profile=replace(problem.profile, resident_bytes=107))
     traced, costs = in_micro_batches(step, problem, samples, count, estimate)
     assert traced.slicing == Slicing((1, 2, 3, 4), parts)
     assert costs.graph is traced.graph
-    assert costs.profile.resident_bytes == problem.profile.resident_bytes
+    assert costs.profile.resident_bytes == 107
 
 
 @pytest.mark.parametrize(
