@@ -25,7 +25,7 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.plan import load_plan, plan_from_dict
 from keras_remat.planning.request import PlanRequest
-from keras_remat.planning.slice_candidates import candidates
+from keras_remat.planning.slice_candidates import able_ops, candidates, grown
 from keras_remat.planning.slice_costs import costs_of, ends_bytes, sliced_costs, undivided_scratch
 from keras_remat.planning.slicing import (
     SlicingOptions,
@@ -481,12 +481,47 @@ def parts_of(graph):
     return sum(op.kind == "Loss" for op in graph.ops)
 
 
-def test_partners_come_along():
-    _, problem, rules = head()
-    rules[2] = replace(rules[2], partners=frozenset({1}))
-    rules[1] = replace(rules[1], partners=frozenset({2}), divides=2)
-    for one in candidates(problem, rules, 164):
-        assert (1 in one.ops) == (2 in one.ops)
+def grown_from(seeds, **changes):
+    """The ops that run in slices with some of ``a → b → m → c → d → e``. What a, c and d make is
+    large, and d adds it up; c reads what f makes of a step input, and l makes what nobody reads."""
+    reads = {
+        "a": (0,),
+        "b": (1,),
+        "m": (2,),
+        "f": (0,),
+        "c": (3, 4),
+        "d": (5,),
+        "e": (6,),
+        "l": (0,),
+    }
+    names = "".join(reads)
+    ops = tuple(Op(i, name, name, reads[name], (i + 1,)) for i, name in enumerate(names))
+    sizes = (64 if name in "acd" else 1 for name in names)
+    made = (Value(i + 1, names[i], size, producer=i) for i, size in enumerate(sizes))
+    graph = Graph(ops, (Value(0, "x", 4), *made), (7,))
+    rules = {op.id: SliceRule(frozenset(op.inputs)) for op in ops}
+    rules[5] = replace(rules[5], sums=frozenset({6}))
+    for name, change in changes.items():
+        rules[names.index(name)] = replace(rules[names.index(name)], **change)
+    found = grown(graph, rules, {names.index(name) for name in seeds}, frozenset(rules), 10)
+    return "".join(names[i] for i in sorted(found))
+
+
+def test_slices_grow_along_large_values_and_take_what_is_between():
+    assert grown_from("a") == "ab"
+    assert grown_from("ac") == "abmfcd"
+    assert grown_from("e") == "e", "a sum over the batch is whole, however large"
+    assert grown_from("a", b={"partners": frozenset({7})}) == "abl"
+
+
+def test_ops_whose_partners_cannot_run_in_slices_cannot_either():
+    partners = {0: {1}, 1: {2}, 2: set(), 3: set()}
+    rules = {
+        op_id: SliceRule(frozenset(), divides=6 if op_id == 2 else 64, partners=frozenset(of))
+        for op_id, of in partners.items()
+    }
+    assert able_ops(rules, 2) == {0, 1, 2, 3}
+    assert able_ops(rules, 4) == {3}
 
 
 def planned():
