@@ -151,6 +151,8 @@ def test_headroom_is_given_up_in_earnest_too_where_no_schedule_leaves_it():
     assert PROBLEM.floor_bytes < plan.predicted.peak_bytes <= asked.limit.usable_bytes
     roomy = plan_for(replace(asked, headroom_bytes=asked.limit.usable_bytes // 10))
     assert roomy.predicted.peak_bytes <= 0.9 * asked.limit.usable_bytes
+    usable = asked.limit.usable_bytes
+    assert (plan.budget_bytes, roomy.budget_bytes) == (usable, usable - usable // 10)
 
 
 def test_a_plan_that_processes_share_is_the_first_ones():
