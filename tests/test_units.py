@@ -177,6 +177,7 @@ def test_unequal_numbers_never_read_equal():
         (0.9996, "1 s"),
         (0.9996e-3, "1 ms"),
         (2.5, "2.5 s"),
+        (60, "1 min 0 s"),
         (75, "1 min 15 s"),
         (3600, "60 min 0 s"),
     ],
