@@ -118,7 +118,7 @@ def compared_bits(
 
 
 def bits(options: dict[str, Any], answer: Answer) -> None:
-    """Losses and weights of plain ``fit``, of it once more, and of a plan for half of its bytes."""
+    """Losses and weights of plain ``fit``, of it once more, and of a plan for 0.6 of its bytes."""
     torch.backends.cudnn.benchmark = False
 
     def fitted(*callbacks: Any) -> Fitted:

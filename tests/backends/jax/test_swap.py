@@ -4,17 +4,19 @@ only record."""
 from types import SimpleNamespace
 
 import pytest
+from noting_runner import Runner
 
 from keras_remat.backends.installed import Caller
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 
 
-class Runner:
+class StateRunner(Runner):
     """Trains a batch by adding it to the state; ``rest`` is what :meth:`finish` returns, once."""
 
-    def __init__(self, device, rest=None, caller=Caller.FIT, error=None):
-        self.device, self.rest, self.whose, self.error = device, rest, caller, error
+    def __init__(self, device, **options):
+        super().__init__(**options)
+        self.device = device
 
     def run(self, batch):
         if self.error is not None and len(self.device.state) == 4:
@@ -22,26 +24,11 @@ class Runner:
         self.device.state = (*self.device.state, int(batch))
         return f"logs {int(batch)}"
 
-    def run_settled(self, batch):
-        return None  # nothing is settled
-
     def finish(self):
         rest, self.rest = self.rest, None
         if rest is not None:
             self.device.state = (*self.device.state, rest)
         return rest
-
-    def caller(self, iterator):
-        return self.whose
-
-    def run_alone(self, batch, caller):
-        return f"{caller.value} {self.run(batch)}"
-
-    def stop(self):
-        self.stopped = True
-
-    def is_last_call(self):
-        return False
 
 
 def original(state, iterator):
@@ -51,7 +38,7 @@ def original(state, iterator):
 def installed(steps_per_execution=1, **options):
     device = Device()
     model = SimpleNamespace(train_function=original, steps_per_execution=steps_per_execution)
-    return model, InstalledTrainFunction(model, Runner(device, **options), device), device
+    return model, InstalledTrainFunction(model, StateRunner(device, **options), device), device
 
 
 def test_state_goes_in_and_out_with_every_call():
@@ -100,7 +87,7 @@ def test_call_of_a_later_fit_goes_to_the_original():
 
 def test_function_left_behind_is_replaced_not_wrapped():
     model, first, device = installed()
-    second = InstalledTrainFunction(model, Runner(device), device)
+    second = InstalledTrainFunction(model, StateRunner(device), device)
     assert second.original is original
     first.restore()
     assert model.train_function is second, "restoring what was replaced meanwhile changes nothing"
