@@ -161,10 +161,10 @@ class VAE(keras.Model):
         return {"total": self.total.result()}
 
 
-def vae(batch=8):
+def vae(batch=8, optimizer="adam"):
     rng = _seeded()
     model = VAE()
-    model.compile("adam")
+    model.compile(optimizer)
     x = rng.random((batch, 12), "float32")
     model(x[:1])
     return model, (x,)

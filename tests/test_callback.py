@@ -9,11 +9,14 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
+from fake_backend import FakeBackend
+from fake_fit import fitted
 from tight_limit import tight_limit as limit_of
 
 import keras_remat
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.reporting.fit_report import LOG_KEYS
+from keras_remat.training.grouping import HeldBatches
 from keras_remat.training.tools import Tools
 
 QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
@@ -24,17 +27,17 @@ def callback(limit="8GiB", **options):
     return keras_remat.RematAutotune(memory_limit=limit, batch_size="keep", **{**QUICK, **options})
 
 
-def model_and_data(samples=SAMPLES, **options):
-    """An MLP whose activations are 2 MiB each for a batch of 1024."""
-    return keras_models.mlp(samples, width=512, blocks=4, **options)
+def model_and_data(samples=SAMPLES):
+    """An MLP whose activations are 1 MiB each for a batch of 1024."""
+    return keras_models.mlp(samples, width=256, blocks=4, optimizer="sgd")
 
 
-def tight_limit(model, data, share=0.55):
-    return limit_of(keras_remat.backends.tensorflow.backend(), model, data, BATCH, share)
+def tight_limit(model, data):
+    return limit_of(keras_remat.backends.tensorflow.backend(), model, data, BATCH, 0.55)
 
 
-def small():
-    return keras_models.mlp(48, width=8)
+def small(samples=48):
+    return keras_models.mlp(samples, width=8, blocks=1, dropout=0, optimizer="sgd")
 
 
 def fit(model, data, *callbacks, **options):
@@ -141,13 +144,11 @@ def test_exception_inside_a_step_gives_the_train_function_back():
     assert_given_back(model)
 
 
-def test_second_fit_with_another_limit_plans_anew():
-    model, data = model_and_data(BATCH)
-    first = callback(tight_limit(model, data))
-    fit(model, data, first, batch_size=BATCH)
+def test_second_fit_with_another_limit_plans_anew(tight_run):
+    *_, first, _, model = tight_run
     assert first.plan is not None
     second = callback()
-    fit(model, data, second, batch_size=BATCH)
+    fit(model, model_and_data(BATCH)[1], second, batch_size=BATCH)
     assert second.plan is None
 
 
@@ -155,9 +156,9 @@ def test_second_fit_with_another_limit_plans_anew():
 
 
 def test_own_train_step_is_traced(over_any_limit):
-    plain = fit(*keras_models.vae(48), epochs=2)
+    plain = fit(*keras_models.vae(48, "sgd"))
     remat = callback()
-    history = fit(*keras_models.vae(48), remat, epochs=2)
+    history = fit(*keras_models.vae(48, "sgd"), remat)
     assert remat.plan is not None
     assert history["total"] == pytest.approx(plain["total"], rel=1e-4)
 
@@ -272,23 +273,20 @@ def test_malformed_plan_file_is_refused_by_name(tmp_path):
 def test_putting_batches_together_counts_as_training(monkeypatch):
     """A stopwatch around the epoch would count it; ``remat_samples_per_s`` and ``remat_speedup`` do
     too."""
-    from keras_remat.training.grouping import HeldBatches
-
     real, taken = HeldBatches.taking, []
 
     def take(self, samples):
         taken.append(samples)
-        time.sleep(0.05)
+        time.perf_counter.now_s += 10.0
         return real(self, samples)
 
     monkeypatch.setattr(HeldBatches, "taking", take)
-    model, data = small()
-    remat = keras_remat.RematAutotune(batch_size=48, **QUICK)
-    fit(model, data, remat, epochs=6)
-    assert taken
+    with fitted(FakeBackend(), memory_limit="1GiB", batch_size=48) as (model, remat):
+        model.fit([16] * 3, 6, remat)
     last = remat.report.epochs[-1]
-    assert last.step_time_s >= 0.05 * last.steps
-    assert last.samples_per_s <= last.samples / (0.05 * last.steps)
+    assert last.batch_size == 48
+    assert last.step_time_s >= 10.0 * last.steps
+    assert last.samples_per_s <= last.samples / (10.0 * last.steps)
 
 
 class Freezes(keras.callbacks.Callback):
@@ -300,18 +298,19 @@ class Freezes(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("in_fit", [pytest.param("first", marks=pytest.mark.slow), "second"])
-def test_a_layer_frozen_without_compile_is_told_where_a_step_is_traced_after_it(in_fit):
+def test_a_layer_frozen_without_compile_is_told_where_a_step_is_traced_after_it(
+    in_fit, over_any_limit
+):
     """The last batch is smaller, and so is traced later than the first."""
-    model, data = model_and_data(2 * BATCH + 500)
-    limit = tight_limit(model, data)
+    model, data = small(40)
     if in_fit == "first":
         with pytest.warns(UserWarning, match=f"trainable of {model.layers[1].path} has changed"):
-            fit(model, data, callback(limit), Freezes(), batch_size=BATCH)
+            fit(model, data, callback(), Freezes())
         return
-    fit(model, data, callback(limit), batch_size=BATCH)
+    fit(model, data, callback())
     model.layers[1].trainable = False
     with pytest.warns(UserWarning, match="Call compile"):
-        fit(model, data, callback(limit), batch_size=BATCH)
+        fit(model, data, callback())
 
 
 def test_a_layer_that_the_optimizer_does_not_know_is_trained_by_the_trace_of_before():
@@ -330,7 +329,7 @@ def test_a_layer_that_the_optimizer_does_not_know_is_trained_by_the_trace_of_bef
     assert "Unknown variable" in told[0]
 
 
-def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told():
+def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told(over_any_limit):
     class RunsEagerly(keras.callbacks.Callback):
         calls = 0
 
@@ -338,8 +337,7 @@ def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told():
             if epoch == 1:
                 tf.config.run_functions_eagerly(True)
 
-    model, data = model_and_data()
-    limit = tight_limit(model, data)
+    model, data = small()
     own, eager = model.call, []
 
     def call(*args, **options):
@@ -349,18 +347,17 @@ def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told():
     model.call = call
     try:
         with pytest.warns(UserWarning, match="run eagerly from here on"):
-            fit(model, data, callback(limit), RunsEagerly(), epochs=2, batch_size=BATCH)
+            fit(model, data, callback(), RunsEagerly(), epochs=2)
     finally:
         tf.config.run_functions_eagerly(False)
-    assert eager[-4:] == [True] * 4
+    assert eager[-4:] == [False] + [True] * 3
     assert_given_back(model)
 
 
-def test_unknown_length_under_a_plan_is_told():
-    model, data = model_and_data()
-    limit = tight_limit(model, data)
-    batches = tf.data.Dataset.from_tensor_slices(data).batch(BATCH).filter(lambda x, y: True)
-    remat = callback(limit)
+def test_unknown_length_under_a_plan_is_told(over_any_limit):
+    model, data = small()
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(16).filter(lambda x, y: True)
+    remat = callback()
     model.fit(batches, epochs=2, verbose=0, callbacks=[remat])
     told = [event.message for event in remat.report.events]
     assert sum("Nobody knows the length of the data" in message for message in told) == 1

@@ -47,11 +47,17 @@ def bytes_in_use():
     return tensorflow_backend.backend().device.in_use_bytes()
 
 
-def train(room, seen, epochs=EPOCHS, validation=False, batch=BATCH):
+def model_and_data(blocks=3):
+    """An MLP whose activations are 1 MiB each, and an optimizer with a slot for every weight."""
+    optimizer = keras.optimizers.SGD(momentum=0.9)
+    return keras_models.mlp(BATCHES * BATCH + ODD, 256, blocks, optimizer=optimizer)
+
+
+def train(room, seen, epochs=EPOCHS, validation=False, batch=BATCH, **model):
     """One ``fit`` of a model made anew with ``room`` bytes above what TensorFlow still holds of
     earlier ones; returns the model, the callback, and what was raised."""
     limit = bytes_in_use() + room
-    model, data = keras_models.mlp(BATCHES * BATCH + ODD, width=512, blocks=4)
+    model, data = model_and_data(**model)
     remat = keras_remat.RematAutotune(
         memory_limit=limit,
         batch_size="keep",
@@ -80,7 +86,7 @@ def train(room, seen, epochs=EPOCHS, validation=False, batch=BATCH):
 def limits():
     """Room that only rematerialization keeps to, and room that plain steps keep to."""
     before = bytes_in_use()
-    model, data = keras_models.mlp(BATCHES * BATCH + ODD, width=512, blocks=4)
+    model, data = model_and_data()
     tight = tight_bytes(tensorflow_backend.backend(), model, data, BATCH, 0.75)
     return {"tight": int(tight) - before, "plain": 2**33}
 
@@ -238,7 +244,7 @@ def test_memory_that_never_suffices_ends_with_the_frameworks_error_as_a_note(lim
 
     monkeypatch.setattr(InstalledTrainFunction, "run_plain", method)
     monkeypatch.setattr(LoweredStep, "__call__", method)
-    model, _, raised = train(limits["plain"], Seen(), batch=4)
+    model, _, raised = train(limits["plain"], Seen(), batch=4, blocks=1)
     assert isinstance(raised, keras_remat.RematError)
     assert any("ResourceExhaustedError" in note for note in raised.__notes__)
     assert int(model.optimizer.iterations) == 0
