@@ -72,7 +72,7 @@ def test_round_trip_of_random_problems():
         assert problem_from_dict(json.loads(json.dumps(problem_to_dict(problem)))) == problem, seed
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.floats(min_value=0, allow_nan=False, allow_infinity=False),
     st.integers(min_value=0, max_value=2**200),

@@ -40,7 +40,7 @@ def test_valid_and_no_worse_than_greedy(seed: int) -> None:
     except ScheduleNotFoundError:
         first = float("inf")
     try:
-        solution = solve(problem, time_limit_s=2)
+        solution = solve(problem, time_limit_s=0.5)
     except (ScheduleNotFoundError, InfeasibleBudgetError):
         assert first == float("inf")
         return
@@ -74,8 +74,9 @@ def test_goes_on_when_the_cp_sat_process_dies(
     if not cp_sat.available():
         pytest.skip("ortools is not installed")
     monkeypatch.setattr(cp_sat, "MEMORY_LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(auto, "OPTIONS", replace(auto.OPTIONS, process_s=0.0))
     problem = with_budget_fraction(training_problem(random.Random(11), 12), 0.7)
-    assert solve(problem, time_limit_s=8, patience=10.0).usage is not None
+    assert solve(problem, time_limit_s=2.0, patience=25.0).usage is not None
     assert "goes on without CP-SAT" in caplog.text
 
 
@@ -95,7 +96,7 @@ def test_memory_aware_orders_are_made_once_per_graph(
     problem = training_problem(random.Random(1), 12)
     for share in (0.6, 0.8):
         with suppress(ScheduleNotFoundError):
-            solve(with_budget_fraction(problem, share), solver=solver, time_limit_s=1)
+            solve(with_budget_fraction(problem, share), solver=solver, time_limit_s=0.1)
     assert made == [problem.graph]
 
 
@@ -160,7 +161,7 @@ def test_large_graphs_are_coarsened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "OPTIONS", replace(auto.OPTIONS, large_ops=10))
     problem = training_problem(random.Random(1), 20)
     problem = with_budget_fraction(problem, 0.8)
-    assert solve(problem, time_limit_s=4).usage is not None
+    assert solve(problem, time_limit_s=0.5).usage is not None
 
 
 def test_a_large_graph_keeps_its_first_schedule_where_the_time_ends(
@@ -175,11 +176,11 @@ def test_a_large_graph_keeps_its_first_schedule_where_the_time_ends(
 
     monkeypatch.setattr(auto._Search, "_greedy", in_time)
     problem = with_budget_fraction(training_problem(random.Random(1), 20), 0.8)
-    solution = solve(problem, time_limit_s=2.0)
+    solution = solve(problem, time_limit_s=0.5)
     validate(problem, solution.schedule)
 
 
-@pytest.mark.parametrize(("time_limit_s", "sure"), [(0.5, {False}), (2.0, {True})])
+@pytest.mark.parametrize(("time_limit_s", "sure"), [(0.1, {False}), (1.0, {True})])
 def test_a_late_solve_looks_for_its_first_schedule_once(
     time_limit_s: float, sure: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,8 +222,8 @@ def check_random_problem(seed: int, time_limit_s: float) -> str:
 
 
 def test_random_problems_are_solved_or_proved_infeasible() -> None:
-    found = [check_random_problem(seed, 0.3) for seed in range(30)]
-    assert found.count("solved") > 15
+    found = [check_random_problem(seed, 0.3) for seed in range(15)]
+    assert found.count("solved") > 7
 
 
 @pytest.mark.slow
@@ -236,7 +237,7 @@ def test_five_thousand_random_problems_stay_within_their_budgets() -> None:
     assert counts["solved"] > 3000
 
 
-@pytest.mark.parametrize("name", ["auto", "intervals", "anneal", "greedy"])
+@pytest.mark.parametrize("name", ["auto", "anneal", "greedy"])
 @pytest.mark.parametrize("seed", [4, pytest.param(11, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_schedule(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -245,8 +246,8 @@ def test_the_same_seed_gives_the_same_schedule(
     compiled, a round has fewer of them."""
     native.is_compiled(native.LONGEST_S)
     monkeypatch.setattr(intervals, "WORK_PER_S", 0.002)
-    monkeypatch.setattr(anneal, "MOVE_S", 1e-4)
-    problem = with_budget_fraction(training_problem(random.Random(seed), 12), 0.7)
+    monkeypatch.setattr(anneal, "MOVE_S", 1e-3)
+    problem = with_budget_fraction(training_problem(random.Random(seed), 8), 0.7)
     first, second = (
         solve(problem, solver=name, time_limit_s=30, seed=1).schedule for _ in range(2)
     )

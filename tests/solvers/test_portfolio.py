@@ -70,10 +70,10 @@ def test_auto_is_as_good_as_its_parts() -> None:
 
 @pytest.fixture
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work of two seconds under a time limit of a minute, so that the clock decides nothing."""
+    """The work of half a second within a minute, so that the clock decides nothing."""
 
     def work_budget_s(time_limit_s: float) -> float:
-        return deadline.work_budget_s(time_limit_s) / 30
+        return deadline.work_budget_s(time_limit_s) / 120
 
     for module in (auto, anneal, backward, greedy, intervals):
         monkeypatch.setattr(module, "work_budget_s", work_budget_s)
@@ -112,7 +112,7 @@ def test_a_large_graph_has_a_schedule_whatever_making_it_coarse_takes() -> None:
     """Greedy finds one on the whole graph; its schedules of the coarse one do not fit at first."""
     document = check_file.read(make_problems.PROBLEMS / "densenet121_b64.json.gz")
     problem = serialize.problem_from_dict(document).with_budget(2_372_415_316)
-    assert seconds(problem, "auto", 3.0) <= seconds(problem, "greedy_first", 3.0)
+    assert seconds(problem, "auto", 1.0) <= seconds(problem, "greedy_first", 1.0)
 
 
 @pytest.mark.slow
@@ -147,7 +147,9 @@ def test_a_layered_graph_has_a_schedule_at_0_7() -> None:
     if not native.is_compiled(native.LONGEST_S):
         pytest.skip("Numba is not installed, or has no place for its machine code")
     problem = with_budget_fraction(layered(100, 2), 0.7)
-    assert seconds(problem, "auto", 4.0) <= 1.03 * problem.store_all_time_s
+    usage = solve(problem, time_limit_s=1.0, patience=10.0).usage
+    assert usage is not None
+    assert usage.time_s <= 1.03 * problem.store_all_time_s
 
 
 @pytest.mark.slow

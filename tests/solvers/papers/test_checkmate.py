@@ -32,7 +32,7 @@ def small_problems(count: int) -> Iterator[Problem]:
 
 def test_equals_exhaustive_search_of_its_model() -> None:
     solved = infeasible = recomputing = 0
-    for problem in small_problems(150):
+    for problem in small_problems(60):
         program = build(problem)
         answer = optimize(program, 30.0)
         best = fastest(problem, stages=True)
@@ -47,14 +47,14 @@ def test_equals_exhaustive_search_of_its_model() -> None:
         assert simulate(problem, schedule).time_s == pytest.approx(best[0])
         solved += 1
         recomputing += len(schedule) > len(problem.graph.needed)
-    assert solved > 100
-    assert recomputing > 20
+    assert solved > 40
+    assert recomputing > 8
     assert infeasible > 0
 
 
 def test_without_detailed_stages_it_bounds_every_default_order_schedule() -> None:
     met = 0
-    for problem in small_problems(150):
+    for problem in small_problems(60):
         program = build(problem, ())
         whole, relaxed = optimize(program, 30.0), optimize(program, 30.0, relax=True)
         best = fastest(problem)
@@ -64,7 +64,7 @@ def test_without_detailed_stages_it_bounds_every_default_order_schedule() -> Non
         assert program.seconds(relaxed.bound) <= program.seconds(whole.bound) + 1e-4
         assert program.seconds(whole.bound) <= best[0] + 1e-4
         met += program.seconds(whole.bound) == pytest.approx(best[0], abs=1e-4)
-    assert met > 80
+    assert met > 30
 
 
 def test_cbc_agrees_with_highs() -> None:

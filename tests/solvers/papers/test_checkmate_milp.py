@@ -96,8 +96,8 @@ def test_chain_of_the_paper_is_proved_optimal(solver: str) -> None:
 
 
 def test_dtr_stands_in_when_time_is_short() -> None:
-    problem = with_budget_fraction(chain_problem(60, rng=random.Random(0)), 0.4)
-    solution = SOLVERS["checkmate_milp"](problem, time_limit_s=2.0)
+    problem = with_budget_fraction(chain_problem(40, rng=random.Random(0)), 0.4)
+    solution = SOLVERS["checkmate_milp"](problem, time_limit_s=1.0)
     assert solution.usage is not None
     assert solution.lower_bound_s is not None
     assert problem.store_all_time_s <= solution.lower_bound_s <= solution.usage.time_s

@@ -15,6 +15,12 @@ from keras_remat.solvers.engines import native
 from keras_remat.solvers.search import anneal, greedy
 
 
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that ends over the budget has twelve more chunks, which Python walks slowly."""
+    monkeypatch.setattr(anneal, "CHUNK_MOVES", 200)
+
+
 def improved(
     problem: Problem,
     start: tuple[int, ...] | None = None,
@@ -28,7 +34,7 @@ def improved(
             problem,
             start,
             deadline=NO_DEADLINE,
-            moves=4000,
+            moves=800,
             compiled=compiled,
             coolings=(anneal.LOOSE, anneal.STIFF),
             seed=seed,
@@ -36,14 +42,17 @@ def improved(
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [9, 39, 44, 46, 49, 54])
 def test_improvements_are_valid_and_faster(seed: int) -> None:
+    """On these problems annealing finds more than greedy."""
     problem = mixed_problem(seed)
     start = None
     for order in greedy.candidates(problem, deadline=NO_DEADLINE):
         start = order
     time_s = float("inf") if start is None else sum(problem.profile.op_time_s[i] for i in start)
-    for order in improved(problem, start, seed=seed):
+    orders = improved(problem, start, seed=seed)
+    assert orders
+    for order in orders:
         validate(problem, Schedule(order))
         faster = sum(problem.profile.op_time_s[i] for i in order)
         assert faster < time_s
@@ -51,8 +60,8 @@ def test_improvements_are_valid_and_faster(seed: int) -> None:
 
 
 def test_the_same_seed_gives_the_same_orders() -> None:
-    problem = mixed_problem(11, "training")
-    assert improved(problem, seed=3) == improved(problem, seed=3)
+    problem = mixed_problem(49)
+    assert improved(problem, seed=3) == improved(problem, seed=3) != []
 
 
 def test_reordering_saves_what_no_recomputation_can() -> None:
@@ -65,30 +74,23 @@ def test_reordering_saves_what_no_recomputation_can() -> None:
     assert len(orders[-1]) == 5
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, 10, 33, 44, 55])
 def test_machine_code_makes_the_moves_of_the_python_oracle(seed: int) -> None:
     """Same seed, same orders, on problems with every feature; and on a layered graph."""
     if not native.is_compiled(native.LONGEST_S):
         pytest.skip("Numba is not installed, or has no place for its machine code")
-    problem = layered(60, seed) if seed < 3 else mixed_problem(seed)
-    if seed < 3:
-        problem = with_budget_fraction(problem, 0.75)
+    problem = mixed_problem(seed) if seed else with_budget_fraction(layered(60, 0), 0.75)
     assert improved(problem, seed=seed, compiled=True) == improved(problem, seed=seed)
 
 
-def test_solving_goes_on_while_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: False)
-    problem = with_budget_fraction(layered(60, 1), 0.8)
-    validate(problem, SOLVERS["anneal"](problem, time_limit_s=1.0).schedule)
-
-
 @pytest.mark.parametrize("solver", ["anneal", "auto"])
-def test_a_patient_solve_waits_longer_for_machine_code(
+def test_solving_goes_on_uncompiled_and_waits_longer_where_it_is_patient(
     solver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: bool(waited.append(wait_s)))
     problem = with_budget_fraction(layered(60, 1), 0.8)
-    SOLVERS[solver](problem, time_limit_s=0.5, patience=4.0)
+    solution = SOLVERS[solver](problem, time_limit_s=0.1, patience=4.0)
+    validate(problem, solution.schedule)
     assert waited
-    assert set(waited) == {0.5 * 4.0 * anneal.WAIT_SHARE}
+    assert set(waited) == {0.1 * 4.0 * anneal.WAIT_SHARE}

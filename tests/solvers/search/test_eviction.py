@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import inf
 
 import pytest
@@ -44,13 +45,18 @@ def passes(problem: Problem, *, compiled: bool) -> list[tuple[object, int]]:
     return found
 
 
+@cache
+def in_python(seed: int) -> list[tuple[object, int]]:
+    return passes(tight(seed), compiled=False)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_machine_code_decides_as_python_does(seed: int) -> None:
     if not native.is_compiled(native.LONGEST_S):
         pytest.skip("Numba is not installed, or has no place for its machine code")
     problem = tight(seed)
     found = passes(problem, compiled=True)
-    assert found == passes(problem, compiled=False)
+    assert found == in_python(seed)
     for order, _ in found:
         if not isinstance(order, str):
             validate(problem, Schedule(order))  # type: ignore[arg-type]
@@ -58,23 +64,19 @@ def test_machine_code_decides_as_python_does(seed: int) -> None:
 
 def test_all_kinds_of_ends_are_compared() -> None:
     """The test above would say little if no pass got stuck, or all did."""
-    ends = {type(end) if isinstance(end, tuple) else end for end in ended()}
+    ended = [end for seed in range(30) for end, _ in in_python(seed)]
+    ends = {type(end) if isinstance(end, tuple) else end for end in ended}
     assert tuple in ends
     assert len(ends) >= 4
-
-
-def ended() -> list[object]:
-    return [end for seed in range(30) for end, _ in passes(tight(seed), compiled=False)]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_pass_that_is_stopped_goes_on_where_it_was(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = tight(seed)
-    whole = passes(problem, compiled=False)
+    whole = in_python(seed)
     monkeypatch.setattr(evictions, "ORDER_PLACES", 7)
-    assert passes(problem, compiled=False) == whole
+    assert passes(tight(seed), compiled=False) == whole
 
 
 def test_no_pass_goes_on_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

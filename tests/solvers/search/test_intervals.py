@@ -8,62 +8,18 @@ import subprocess
 import sys
 
 import pytest
-from random_problems import chain_problem, mixed_problem, random_problem, with_random_budget
+from random_problems import chain_problem, mixed_problem
 
-from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules, validate
-from keras_remat.errors import MissingPackageError, RematError, ScheduleNotFoundError
+from keras_remat.errors import MissingPackageError, ScheduleNotFoundError
 from keras_remat.solvers import SOLVERS, solve
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.search import interval_program, intervals
 from tests.solvers.brute_force import fastest
 
 needs_ortools = pytest.mark.skipif(not cp_sat.available(), reason="ortools is not installed")
-
-
-def cheapest_with_default_first_runs(problem: Problem, extra: int) -> float | None:
-    """Brute force: the least time of the default order with at most ``extra`` recomputations put
-    anywhere into it."""
-    base = sorted(problem.graph.needed)
-    best: float | None = None
-    again = [i for i in base if problem.graph.ops[i].recomputable]
-    orders = {tuple(base)}
-    for _ in range(extra):
-        orders |= {
-            (*order[:at], op, *order[at:])
-            for order in orders
-            for op in again
-            for at in range(1, len(order) + 1)
-        }
-    for order in orders:
-        if list(dict.fromkeys(order)) != base:
-            continue
-        try:
-            validate(problem, Schedule(order))
-        except (RematError, ValueError):
-            continue
-        seconds = simulate(problem, Schedule(order)).time_s
-        best = seconds if best is None else min(best, seconds)
-    return best
-
-
-@needs_ortools
-@pytest.mark.parametrize("seed", range(12))
-def test_agrees_with_brute_force(seed: int) -> None:
-    rng = random.Random(seed)
-    problem = with_random_budget(rng, random_problem(rng, 5))
-    expected = cheapest_with_default_first_runs(problem, 2)
-    try:
-        found: float | None = simulate(
-            problem, SOLVERS["intervals"](problem, time_limit_s=20).schedule
-        ).time_s
-    except ScheduleNotFoundError:
-        found = None
-    if expected is not None:  # three recomputations or more may be cheaper, or the only way
-        assert found is not None
-        assert found <= expected
 
 
 def compare_with_exhaustive_search(seed: int) -> bool:
@@ -88,17 +44,14 @@ def compare_with_exhaustive_search(seed: int) -> bool:
 
 
 @needs_ortools
-@pytest.mark.parametrize("chunk", range(4))
-def test_agrees_with_exhaustive_search(chunk: int) -> None:
-    assert (
-        sum(compare_with_exhaustive_search(seed) for seed in range(30 * chunk, 30 * chunk + 30)) > 3
-    )
+def test_agrees_with_exhaustive_search() -> None:
+    assert sum(compare_with_exhaustive_search(seed) for seed in range(45)) > 5
 
 
 @needs_ortools
 @pytest.mark.slow
 def test_agrees_with_exhaustive_search_on_more_problems() -> None:
-    assert sum(compare_with_exhaustive_search(seed) for seed in range(120, 1200)) > 150
+    assert sum(compare_with_exhaustive_search(seed) for seed in range(45, 1200)) > 150
 
 
 @needs_ortools

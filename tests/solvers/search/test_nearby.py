@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from fake_backend import chain_problem
 
 from keras_remat.core.schedule import Schedule
@@ -23,12 +22,11 @@ def known(share):
     ).schedule
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_known_order_becomes_one_within_a_smaller_budget(seed):
+def test_a_known_order_becomes_one_within_a_smaller_budget():
     problem, start = known(0.8)
     smaller = problem.with_budget(int(0.85 * problem.budget_bytes))
     assert simulate(problem, start).peak_bytes > smaller.budget_bytes
-    found = list(nearby.schedules(smaller, start, time_limit_s=2.0, seed=seed))
+    found = list(nearby.schedules(smaller, start, time_limit_s=2.0))
     assert found
     for schedule in found:
         validate(smaller, schedule)
@@ -67,4 +65,4 @@ def test_excess_costs_the_same_whatever_is_resident():
     smaller = problem.with_budget(int(0.85 * problem.budget_bytes))
     costs = replace(smaller.profile, resident_bytes=smaller.profile.resident_bytes + weights)
     heavier = replace(smaller, profile=costs, budget_bytes=smaller.budget_bytes + weights)
-    assert list(nearby.schedules(heavier, start, time_limit_s=2.0))
+    assert next(nearby.schedules(heavier, start, time_limit_s=1.0))
