@@ -67,11 +67,12 @@ def pooled(filters=16):
     return compiled(keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x))))
 
 
-def small():
+def small(**options):
     """The least with dropout, batch normalization and products."""
     inputs = layers.Input((16,))
     x = layers.BatchNormalization()(layers.Dense(64)(inputs))
-    return compiled(keras.Model(inputs, layers.Dense(10)(layers.Dropout(0.3)(layers.ReLU()(x)))))
+    outputs = layers.Dense(10)(layers.Dropout(0.3)(layers.ReLU()(x)))
+    return compiled(keras.Model(inputs, outputs), **options)
 
 
 def head(vocabulary, samples, **options):
@@ -134,10 +135,10 @@ def loops(count=3, dim=64):
     return compiled(keras.Model(inputs, layers.Dense(10)(x)))
 
 
-def compiled(model, optimizer="sgd"):
+def compiled(model, optimizer="sgd", metrics=("accuracy",)):
     """Compiles a classifier of ten classes."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
+    model.compile(optimizer, loss, metrics=list(metrics))
     return model
 
 

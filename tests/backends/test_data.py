@@ -48,15 +48,14 @@ def arrays(x, y, **more):
 
 
 DATA = {
-    "arrays": arrays,
     "odd last batch": lambda x, y: arrays(x[:75], y[:75]),
     "PyDataset": lambda x, y: {"x": Batches(x, y)},
     "generator": lambda x, y: {"x": forever(x, y), "steps_per_epoch": 3},
-    "class weights": lambda x, y: arrays(x, y, class_weight={i: 1.0 + i for i in range(10)}),
     "sample weights": lambda x, y: arrays(x, y, sample_weight=np.linspace(0, 1, len(y))),
-    "validation": lambda x, y: arrays(x, y, validation_data=(x, y)),
+    "class weights and validation": lambda x, y: arrays(
+        x, y, class_weight={i: 1.0 + i for i in range(10)}, validation_data=(x, y)
+    ),
 }
-FORMS = [*((form, 1) for form in DATA), ("odd last batch", 2), ("generator", 2)]
 if keras.backend.backend() == "tensorflow":
     DATA |= {
         "tf.data": lambda x, y: {"x": tensorflow_data(x, y)},
@@ -65,9 +64,10 @@ if keras.backend.backend() == "tensorflow":
             "steps_per_epoch": 2,
         },
     }
-    FORMS = [*((form, 1) for form in DATA), *FORMS[-2:], ("repeated tf.data", 2)]
-if ON_TORCH:
-    FORMS = [(form, 1) for form in DATA]  # Keras's trainer takes no other
+FORMS = [(form, 1) for form in DATA]
+if not ON_TORCH:  # where Keras's trainer takes no other
+    FORMS[FORMS.index(("generator", 1))] = "generator", 2
+    FORMS.append(("odd last batch", 2))
 
 
 @pytest.mark.parametrize(("form", "steps_per_execution"), FORMS)
@@ -79,7 +79,8 @@ def test_data_in_every_form_trains_as_without_the_callback(
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         # not Adam, which makes a whole update of the rounding in a gradient of zero
         rule = keras.optimizers.SGD(0.01, momentum=0.9)
-        model.compile(rule, loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
+        metrics = ["accuracy"] if form == "odd last batch" else []
+        model.compile(rule, loss, metrics=metrics, steps_per_execution=steps_per_execution)
         history = model.fit(
             **DATA[form](*data), epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)
         ).history
@@ -123,7 +124,7 @@ def test_sparse_data_train_as_they_are_and_are_named(form, batch_size, over_any_
             x = keras.layers.Concatenate()([hidden, others])
             inputs = {"sparse": inputs, "dense": others}
         model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dropout(0.2)(x)))
-        model.compile("adam", "mse", metrics=["mae"])
+        model.compile("sgd", "mse")
         options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
         fitted = model.fit(y=DENSE[:, :1], callbacks=callbacks, **SPARSE_DATA[form], **options)
         assert_given_back(model)
@@ -188,12 +189,12 @@ def test_a_batch_without_samples_is_trained_as_keras_trains_it(
         history = model.fit(data, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks))
         return history.history["loss"], model
 
-    expected, plain = trained()
     remat = keras_remat.RematAutotune("8GiB", batch_size, solver="greedy", verbose=0)
     loss, model = trained(remat)
     assert not [event for event in remat.report.events if event.kind == "unmodified"]
     assert sum(epoch.samples for epoch in remat.report.epochs) == 2 * sum(sizes)
     if batch_size == "keep":
+        expected, plain = trained()
         assert (remat.plan is not None) == is_tight
         # XLA may add up in another order
         tolerance = 1e-5 if is_tight and keras.backend.backend() == "jax" else 0.0

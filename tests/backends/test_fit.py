@@ -3,6 +3,7 @@ that it always gives the train function back."""
 
 import copy
 import csv
+import functools
 import gc
 import json
 import pickle
@@ -19,12 +20,25 @@ from keras_remat.reporting.fit_report import LOG_KEYS
 from keras_remat.training.decide import Phase
 
 
-def test_plain_fits_and_nothing_is_changed():
+class OwnIsBack(keras.callbacks.Callback):
+    """Notes, after the callback before it, whether the train function is one of Keras's."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.own.append(not isinstance(self.model.train_function, Installed))
+
+
+def test_where_plain_fits_its_train_function_is_back_from_the_second_step_on():
     plain, data = small()
-    expected = fit(plain, data, epochs=3)
+    expected = fit(plain, data, epochs=2)
     model, data = small()
-    remat = callback()
-    history = fit(model, data, remat, epochs=3)
+    remat, watch = callback(), OwnIsBack()
+    history = fit(model, data, remat, watch, epochs=2)
+    assert watch.own == [False] + [True] * 5
+    assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(96, 3)] * 2
     assert remat.plan is None
     assert [event.kind for event in remat.report.events] == ["fits"]
     assert {key: history[key] for key in expected} == expected
@@ -38,14 +52,19 @@ def two_outputs():
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(8, "tanh")(inputs)
     model = keras.Model(inputs, [keras.layers.Dense(1, name=name)(hidden) for name in "ab"])
-    model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"], metrics=[["mae"], ["mse"]])
+    model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"], metrics=[["mae"], []])
     x = np.linspace(-1, 1, 6 * 84, dtype="float32").reshape(84, 6)
     return model, (x, (x[:, :1], x[:, 1:2] ** 2))
 
 
+@functools.cache
+def plain_history_of_two_outputs():
+    return fit(*two_outputs(), epochs=2)
+
+
 def assert_history_of_two_outputs_is_the_plain_one(**options):
     """The last batch is smaller: on TensorFlow an output's loss counts once for each batch."""
-    expected = fit(*two_outputs(), epochs=2)
+    expected = plain_history_of_two_outputs()
     history = fit(*two_outputs(), callback(**options), epochs=2)
     assert {"loss", "a_loss", "b_loss", "a_mae"} <= expected.keys()
     for key in expected:
@@ -92,22 +111,22 @@ def plain_once(monkeypatch):
     return runs
 
 
-def mixed_epoch(before, size, *callbacks):
-    """Fits with batches of another size first, if there are any, then in two ways."""
+@functools.cache
+def plain_history_of_whole_batches():
     model, (x, targets) = two_outputs()
-    data = x[:80], [y[:80] for y in targets]
-    if before:
-        fit(model, data, batch_size=before)
-    return fit(model, data, *callbacks, batch_size=size, epochs=2)
+    return fit(model, (x[:80], [y[:80] for y in targets]), batch_size=16, epochs=2)
 
 
-@pytest.mark.parametrize(("before", "size"), [(16, 16), (32, 16)])
-def test_losses_of_every_output_are_the_plain_ones_after_a_plain_fit(before, size, plain_once):
+@pytest.mark.parametrize("before", [16, 32])
+def test_losses_of_every_output_are_the_plain_ones_after_a_plain_fit(before, plain_once):
     """On TensorFlow Keras's own step may have been traced, before the callback came, for the size
     of its batches, which it counts, or for any, where it counts once."""
-    expected = mixed_epoch(before, size)
-    remat = callback()
-    history = mixed_epoch(before, size, remat)
+    expected, remat = plain_history_of_whole_batches(), callback()
+    model, (x, targets) = two_outputs()
+    weights, data = model.get_weights(), (x[:80], [y[:80] for y in targets])
+    fit(model, data, batch_size=before)
+    model.set_weights(weights)
+    history = fit(model, data, remat, batch_size=16, epochs=2)
     assert plain_once
     assert remat.plan is not None
     for key in expected:
@@ -157,21 +176,16 @@ def test_two_steps_tell_what_a_plain_one_takes():
 
 
 class Breaks(keras.callbacks.Callback):
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
     def on_train_batch_end(self, batch, logs=None):
         if batch == 1:
-            raise self.error
+            raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
-def test_after_another_callback_broke_the_fit_training_goes_on_plainly(error, over_any_limit):
+def test_after_another_callback_broke_the_fit_training_goes_on_plainly(over_any_limit):
     model, data = small()
     remat = callback()
-    with pytest.raises(type(error)):
-        fit(model, data, remat, Breaks(error))
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, data, remat, Breaks())
     assert int(model.optimizer.iterations) == 2
     fit(model, data)  # without the callback: what was left behind gives way at the first call
     assert_given_back(model)
@@ -182,28 +196,19 @@ def test_after_another_callback_broke_the_fit_training_goes_on_plainly(error, ov
     assert_given_back(model)
 
 
-def test_compile_between_two_fits_and_saving_after(tmp_path, over_any_limit):
+def test_after_a_compile_logs_a_report_and_the_model_are_written(tmp_path, over_any_limit):
     model, data = small()
-    remat = callback()
+    remat = callback(report_path=tmp_path / "report.json")
     fit(model, data, remat)
     assert remat.plan is not None
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    history = fit(model, data, remat, epochs=2)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    history = fit(model, data, remat, logger, epochs=2)
     assert len(history["remat_speedup"]) == len(remat.report.epochs) == 2
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(
-        loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0)
-    )
-
-
-# ------------------------------------------------------------------ other callbacks
-
-
-def test_csv_logger_keeps_its_columns(tmp_path, over_any_limit):
-    model, data = small()
-    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-    fit(model, data, callback(report_path=tmp_path / "report.json"), logger, epochs=2)
+    for mine, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
     with (tmp_path / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2
@@ -247,7 +252,7 @@ def test_a_callback_is_copied_before_in_and_after_a_fit_and_used_again(over_any_
         assert one.problem.graph == remat.problem.graph
     after = pickle.loads(pickle.dumps(remat))
     assert [str(event) for event in after.report.events] == list(map(str, remat.report.events))
-    for one in (before[1], in_fit.copies[2], after, copy.copy(given), copy.deepcopy(given)):
+    for one in (before[1], in_fit.copies[2], copy.copy(given)):
         model, data = small()
         history = fit(model, data, one, epochs=2)
         assert history["loss"] == expected["loss"]
@@ -258,31 +263,12 @@ def test_a_callback_is_copied_before_in_and_after_a_fit_and_used_again(over_any_
 # ------------------------------------------------------------------ nothing to do
 
 
-class OwnIsBack(keras.callbacks.Callback):
-    """Notes, after the callback before it, whether the train function is one of Keras's."""
-
-    def __init__(self):
-        super().__init__()
-        self.own = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.own.append(not isinstance(self.model.train_function, Installed))
-
-
-def test_with_nothing_to_do_the_own_train_function_is_back_from_the_second_step_on():
-    model, data = small()
-    remat, watch = callback(), OwnIsBack()
-    fit(model, data, remat, watch, epochs=2)
-    assert watch.own == [False] + [True] * 5
-    assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(96, 3)] * 2
-
-
 def unknown_length():
-    """A model with Adam, and data whose length nobody knows; the last batch is smaller."""
+    """A model and data whose length nobody knows; the last batch is smaller."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh")])
     model.add(keras.layers.Dense(1))
-    model.compile(keras.optimizers.Adam(0.05), "mse")
+    model.compile(keras.optimizers.SGD(0.05), "mse")
     x = np.linspace(-1, 1, 3 * 40, dtype="float32").reshape(40, 3)
 
     def batches():
@@ -428,7 +414,7 @@ def in_a_loop():
     inputs = keras.Input((3,))
     hidden = keras.layers.Dropout(0.2)(keras.layers.Dense(8, "tanh")(inputs))
     model = TrainsInALoop(inputs, keras.layers.Dense(1)(hidden))
-    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
     x = np.linspace(-1, 1, 3 * 75, dtype="float32").reshape(75, 3)
     return model, (x, x[:, :1] ** 2)
 
@@ -438,7 +424,7 @@ class CompilesAnew(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 1:
-            self.model.compile(keras.optimizers.SGD(0.1), "mae")
+            self.model.compile(keras.optimizers.SGD(0.05), "mae")
 
 
 def assert_a_loop_trains_as_plainly(*others):
