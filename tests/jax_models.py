@@ -75,11 +75,12 @@ def small(**options):
     return compiled(keras.Model(inputs, outputs), **options)
 
 
-def head(vocabulary, samples, **options):
+def head(vocabulary, samples, dropout=0.1, **options):
     """A language model of which all is small but the vocabulary, and a batch of its texts."""
     keras.utils.set_random_seed(0)
     inputs = layers.Input((32,), dtype="int32")
-    x = layers.Dropout(0.1)(layers.Embedding(512, 32)(inputs))
+    x = layers.Embedding(512, 32)(inputs)
+    x = layers.Dropout(dropout)(x) if dropout else x
     model = keras.Model(inputs, layers.Dense(vocabulary)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("sgd", loss, **options)

@@ -2,7 +2,6 @@
 its own, and without TensorFlow in it."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from own_process import environment, output_of
 
 FOLDER = Path(__file__).parent / "jax"
 ROOT = FOLDER.parents[2]
-#: Half of the time would go into LLVM's passes. Buffers are assigned before them.
-QUICK_CODE = "--xla_backend_optimization_level=0"
 #: Half of the rest would go into programs that were compiled before: many tests train one model.
 COMPILED_ONCE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -30,8 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(keras_backend, *words, **variables):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_CODE}".strip()
-    variables |= {"KERAS_BACKEND": keras_backend, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    variables |= {"KERAS_BACKEND": keras_backend, "JAX_PLATFORMS": "cpu"}
     output_of(*words, env=environment(**variables), cwd=ROOT, timeout=None)
 
 

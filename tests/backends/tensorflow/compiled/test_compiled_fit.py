@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from own_process import came_of
+from own_process import came_of, environment
 from random_models import follow_advice
 from tight_limit import tight_limit as limit_of
 
 import keras_remat
 
 BATCH = 2048
-QUICK = {"solver_time_limit_s": 2.0, "profile_steps": 1, "verbose": 0}
+QUICK = {"solver": "greedy", "solver_time_limit_s": 2.0, "profile_steps": 1, "verbose": 0}
 
 
 def model_and_data(samples=6 * BATCH, dropout=0.1, blocks=6):
-    return keras_models.mlp(samples, 256, blocks, dropout, jit_compile=True)
+    quick = {"optimizer": "sgd", "metrics": []}
+    return keras_models.mlp(samples, 256, blocks, dropout, jit_compile=True, **quick)
 
 
 def tight_limit(model, data, share=0.55):
@@ -42,11 +43,11 @@ import tensorflow as tf
 import test_compiled_fit as t
 tf.raw_ops.Empty(shape=[2**29], dtype=tf.uint8)  # one region, as a GPU has it
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
-model, data = t.model_and_data(3 * t.BATCH, blocks=3)
+model, data = t.model_and_data(2 * t.BATCH, blocks=2)
 limit = t.tight_limit(model, data, 0.65)
 remat = keras_remat.RematAutotune(limit, "keep", compilation="compiled", **t.QUICK)
 history = t.fit(model, data, remat, epochs=2)
-plain, data = t.model_and_data(3 * t.BATCH, blocks=3)
+plain, data = t.model_and_data(2 * t.BATCH, blocks=2)
 expected = t.fit(plain, data, epochs=2)
 for a, b in zip(model.variables, plain.variables, strict=True):
     np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-3, atol=1e-5)
@@ -62,8 +63,10 @@ print(json.dumps({
 
 def test_fit_compiled_keeps_to_the_limit_and_has_plain_s_numbers():
     """In a process of its own, in one region: the one buffer gets a free chunk of up to twice its
-    size where other tests, or regions that double, have left one."""
-    said = came_of("-c", _ALONE, cwd=Path(__file__).parent)
+    size where other tests, or regions that double, have left one. Steps of this size run longer
+    than XLA compiles."""
+    env = environment(XLA_FLAGS="")
+    said = came_of("-c", _ALONE, cwd=Path(__file__).parent, env=env)
     for key, values in said["expected"].items():
         assert said["history"][key] == pytest.approx(values, rel=1e-5), key
     assert said["recomputes"]
@@ -154,7 +157,7 @@ def test_compilation_is_checked():
 
 @pytest.mark.parametrize(("compilation", "kind"), [("auto", "compiled"), ("ordered", "ordered")])
 def test_a_plan_is_made_for_the_way_the_model_trains(compilation, kind):
-    model, data = model_and_data(BATCH)
+    model, data = model_and_data(32, blocks=1)
     plan = keras_remat.make_plan(
         model, data, "8GiB", profile="estimated", solver="greedy", compilation=compilation
     )
@@ -164,6 +167,6 @@ def test_a_plan_is_made_for_the_way_the_model_trains(compilation, kind):
 
 
 def test_an_unknown_compilation_is_told():
-    model, data = model_and_data(BATCH)
+    model, data = model_and_data(32, blocks=1)
     with pytest.raises(ValueError, match="did you mean 'compiled'"):
         keras_remat.make_plan(model, data, "8GiB", compilation="compile")
