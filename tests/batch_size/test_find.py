@@ -21,7 +21,7 @@ def found_on(backend, monkeypatch, *, batch=8, limit=None, **options):
         batch_of(0, batch),
         limit or store_all_peak(40),
         margin=0.0,
-        **{"time_limit_s": 1.0} | options,
+        **{"time_limit_s": 0.3} | options,
     )
 
 
@@ -112,7 +112,7 @@ def test_what_came_before_the_search_takes_no_work_of_it(monkeypatch):
     began_s = time.perf_counter() - 1e3
     monkeypatch.setattr(find, "time", SimpleNamespace(perf_counter=lambda: began_s))
     monkeypatch.setattr(find, "search_batch_size", searched)
-    found = found_on(FakeBackend(), monkeypatch, time_limit_s=60.0)
+    found = found_on(FakeBackend(layers=4), monkeypatch, time_limit_s=60.0)
     assert set(ended_by_clock) == {False}
     assert found.ended_by_clock, "no larger size is trained"
 

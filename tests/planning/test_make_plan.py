@@ -26,24 +26,24 @@ def planning_limit(model, batch, share):
     return int(resident + (store_all.store_all.peak_bytes - resident) * share)
 
 
-@pytest.mark.parametrize("profile", ["measured", "estimated"])
-def test_planning_leaves_the_model_as_it_was(models, profile):
-    model, batch = models.convnet()
+def test_planning_leaves_the_model_as_it_was(models):
+    model, batch = models.mlp(8, width=8, blocks=1)
     model.fit(
         *batch, batch_size=8, verbose=0
     )  # optimizer slots, metrics and seeds are no longer at their start
     before = models.state_of(model)
-    plan = make_plan(model, batch, profile=profile, **ROOMY)
-    models.assert_same_bits(models.state_of(model), before)
-    assert plan.profile_source == plan.problem.profile.source == profile
-    assert plan.measured is None
-    assert plan.device == "CPU:0" or plan.device.startswith("GPU")
-    assert plan.predicted.peak_bytes <= plan.budget_bytes == int(8 * 2**30 * 0.95)
-    assert not plan.recomputes
+    for profile in ("measured", "estimated"):
+        plan = make_plan(model, batch, profile=profile, **ROOMY)
+        models.assert_same_bits(models.state_of(model), before)
+        assert plan.profile_source == plan.problem.profile.source == profile
+        assert plan.measured is None
+        assert plan.device == "CPU:0" or plan.device.startswith("GPU")
+        assert plan.predicted.peak_bytes <= plan.budget_bytes == int(8 * 2**30 * 0.95)
+        assert not plan.recomputes
 
 
 def test_unbuilt_optimizer_is_built_and_at_its_start(models):
-    model, batch = models.mlp(8, width=8)
+    model, batch = models.mlp(8, width=8, blocks=1)
     weights = model.get_weights()
     make_plan(model, batch, **ROOMY)
     models.assert_same_bits(model.get_weights(), weights)
@@ -81,7 +81,7 @@ def moving():
     loss = Counted()
     inputs, hidden, out = keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)
     model = keras.Sequential([inputs, hidden, Noise(), out])
-    model.compile("adam", loss)
+    model.compile("sgd", loss)
     return model, lambda: (float(of_program), float(loss.calls))
 
 
@@ -104,7 +104,7 @@ def test_planning_moves_nothing_that_the_model_does_not_hold(models, jit_compile
     assert moved() == (0.0, 0.0)
     if not jit_compile:
         limit = load_backend().device.in_use_bytes() + 2**20
-        find_max_batch_size(model, batch, limit, margin=0.0, time_limit_s=2.0)
+        find_max_batch_size(model, batch, limit, margin=0.0, time_limit_s=0.5)
         assert moved() == (0.0, 0.0)
     model.jit_compile = False
     assert model.fit(*batch, epochs=2, verbose=0, shuffle=False).history == expected
@@ -136,45 +136,49 @@ def without_call():
 
     keras.utils.set_random_seed(0)
     model = Autoencoder()
-    model.compile("adam")
+    model.compile("sgd")
     return model
 
 
+@pytest.fixture(scope="module")
+def trained_without_call(models):
+    """The losses and the model of two epochs."""
+    model = without_call()
+    return model.fit(regression()[0], batch_size=8, epochs=2, verbose=0).history["loss"], model
+
+
 @pytest.mark.parametrize("profile", ["measured", "estimated"])
-def test_a_model_without_call_is_planned_and_trains_by_its_plan(models, profile):
+def test_a_model_without_call_is_planned_and_trains_by_its_plan(
+    models, trained_without_call, profile
+):
     import keras_remat
 
-    x, _ = regression()
-    plain = without_call()
-    expected = plain.fit(x, batch_size=8, epochs=2, verbose=0).history
-    model = without_call()
+    (expected, plain), (x, _), model = trained_without_call, regression(), without_call()
     plan = make_plan(model, x, profile=profile, **ROOMY)
     assert len(model.weights) == len(plain.weights)
     assert len(model.optimizer.variables) == len(plain.optimizer.variables)
     remat = keras_remat.RematAutotune("8GiB", "keep", plan=plan, verbose=0)
     history = model.fit(x, batch_size=8, epochs=2, verbose=0, callbacks=[remat]).history
-    assert history["loss"] == expected["loss"]
+    assert history["loss"] == expected
     models.assert_same_bits(models.state_of(model), models.state_of(plain))
 
 
-def test_a_batch_is_searched_for_a_model_without_call(models):
+def test_a_batch_is_searched_for_a_model_without_call(models, trained_without_call):
     import keras_remat
 
-    x, _ = regression()
-    plain, model = without_call(), without_call()
+    (_, plain), (x, _), model = trained_without_call, regression(), without_call()
     found = keras_remat.find_max_batch_size(
-        model, x[:8], "1GiB", profile="estimated", time_limit_s=2.0
+        model, x[:8], "1GiB", profile="estimated", time_limit_s=0.5
     )
     assert found.max_batch_size > 8
-    for one in (plain, model):
-        one.fit(x, batch_size=8, epochs=2, verbose=0)
+    model.fit(x, batch_size=8, epochs=2, verbose=0)
     models.assert_same_bits(models.state_of(model), models.state_of(plain))
 
 
 def test_int_specs_and_arrays_give_the_same_graph(models):
     import keras
 
-    model, (x, y) = models.mlp(8, width=8)
+    model, (x, y) = models.mlp(8, width=8, blocks=1, optimizer="sgd")
     specs = (keras.KerasTensor(x.shape, "float32"), keras.KerasTensor(y.shape, "float32"))
     fingerprints = {
         make_plan(model, batch, profile="estimated", **ROOMY).fingerprint
@@ -185,14 +189,12 @@ def test_int_specs_and_arrays_give_the_same_graph(models):
 
 
 def test_plan_under_a_tight_limit_recomputes_and_is_legal(models):
-    model, batch = models.mlp(512, width=512, blocks=4)
+    model, batch = models.mlp(512, width=512, blocks=3, optimizer="sgd")
     limit = planning_limit(model, batch, 0.7)
     plan = make_plan(model, batch, limit, solver="greedy", profile="estimated", margin=0.0)
     assert plan.recomputes
     assert plan.predicted.peak_bytes <= limit < plan.store_all.peak_bytes
     plan.check(plan.problem)
-    again = make_plan(model, batch, limit, solver="greedy", profile="estimated", margin=0.0)
-    assert again.fingerprint == plan.fingerprint
 
 
 def test_limit_below_the_floor_is_proved_infeasible(models):
