@@ -25,12 +25,11 @@ def found_on(backend, monkeypatch, *, batch=8, limit=None, **options):
     )
 
 
-@pytest.mark.parametrize("batch", [64, 65])
+@pytest.mark.parametrize("batch", [64, 65, 1000])
 def test_a_batch_that_does_not_fit_is_halved_until_one_does(monkeypatch, batch):
-    backend = FakeBackend()
-    limit = store_all_peak(40)
-    assert found_on(backend, monkeypatch, batch=1000).max_batch_size > 40
-    assert found_on(backend, monkeypatch, batch=batch).plan.measured.peak_bytes <= limit
+    found = found_on(FakeBackend(), monkeypatch, batch=batch)
+    assert found.max_batch_size > 40
+    assert found.plan.measured.peak_bytes <= store_all_peak(40)
 
 
 def test_not_even_one_sample_fits(monkeypatch):

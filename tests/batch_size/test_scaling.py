@@ -179,8 +179,7 @@ def test_traced_at_two_sizes_tells_the_graph_traced_at_a_third(models, name):
     model, batch = models.MODELS[name](optimizer="sgd")
     arrays = backend.example_batch(model, batch)
     graphs = {
-        size: backend.trace(model, backend.resized_spec(arrays, size)).graph
-        for size in (8, 16, 11)
+        size: backend.trace(model, backend.resized_spec(arrays, size)).graph for size in (8, 16, 11)
     }
     profile = Profile((1.0,) * len(graphs[8].ops), (0,) * len(graphs[8].ops), 2**20)
     scaling = BatchScaling(Problem(graphs[8], profile), 8, graphs[16], 16)
