@@ -26,7 +26,7 @@ def stepped(model, batch, count):
     return weights, {key: float(value) for key, value in logs.items()}
 
 
-@pytest.mark.parametrize(("samples", "count"), [(47, 2), (47, 5), (3, 5)])
+@pytest.mark.parametrize(("samples", "count"), [(47, 5), (3, 5)])
 def test_weights_and_metrics_are_those_of_the_whole_batch(samples, count):
     whole, logs = stepped(regression(), weighted_samples(samples), 1)
     cut, logs_of_pieces = stepped(regression(), weighted_samples(samples), count)
@@ -148,13 +148,14 @@ def test_what_sees_a_whole_batch_is_named():
     def root_mean(y_true, y_pred):
         return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
 
-    def compiled(*inner, metrics=("mae", "mse")):
+    def compiled(*inner, metrics=()):
         model = keras.Sequential([keras.Input((16,)), *inner, layers.Dense(4)])
         model.compile("sgd", "mse", metrics=list(metrics))
         return model
 
     resting = layers.BatchNormalization(trainable=False), layers.Normalization(mean=0, variance=1)
-    assert differences(compiled(*resting, layers.Dropout(0.1)), weighted_samples(8)) == ()
+    rests = compiled(*resting, layers.Dropout(0.1), metrics=["mae", "mse"])
+    assert differences(rests, weighted_samples(8)) == ()
     moving = layers.BatchNormalization(name="first"), layers.BatchNormalization()
     assert differences(compiled(*moving), weighted_samples(8), 1) == ()
     (said,) = differences(compiled(*moving), weighted_samples(8))
@@ -165,7 +166,7 @@ def test_what_sees_a_whole_batch_is_named():
     state, metric = differences(compiled(named, metrics=["mae", root_mean]), weighted_samples(8))
     assert "(spectral) see one micro-batch" in state
     assert "(root_mean) are the means" in metric
-    assert np.isfinite(compiled(*moving).evaluate(*weighted_samples(8)[:2], verbose=0)[0])
+    assert np.isfinite(compiled(*moving).evaluate(*weighted_samples(8)[:2], verbose=0))
 
 
 def test_metrics_of_several_outputs_outlive_a_refusal(monkeypatch):

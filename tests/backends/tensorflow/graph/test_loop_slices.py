@@ -1,5 +1,6 @@
 """Loops in slices: wholes that run on a part of the batch, or not at all."""
 
+import functools
 from dataclasses import replace
 
 import keras
@@ -66,6 +67,7 @@ def mixed(samples=8):
     return model, series(samples)[1]
 
 
+@functools.cache
 def traced(build, samples=8):
     keras.utils.set_random_seed(0)
     model, batch = build(samples)
@@ -116,7 +118,7 @@ def test_loops_in_slices_train_what_whole_ones_do(build, monkeypatch):
 def test_what_kernels_in_a_loop_ask_for_is_known_and_no_less_for_a_part(monkeypatch):
     monkeypatch.setattr(private, "onednn_is_on", lambda: False)
     monkeypatch.setattr(device, "on_gpu", lambda: False)
-    _, _, step = traced(films)
+    _, _, step = traced.__wrapped__(films)  # whose patches are counted
     sliced = step.slicer.sliced(Slicing(together(step.slicer.rules, 4), 4))
     # 30 MiB hold 2909 images of 4 * (64 * 36 + 64 * 4 + 36 * 4) bytes
     least = 4 * 2909 * 64 * 36
@@ -137,7 +139,7 @@ def test_a_loop_that_mixes_samples_stays_whole_and_so_does_one_that_cannot_be_tr
     kinds = {step.graph.ops[i].kind for i in step.slicer.rules}
     assert "MatMul" in kinds
     assert LOOP not in kinds
-    _, _, step = traced(masked)
+    _, _, step = traced(series)
     assert LOOP not in {step.graph.ops[i].kind for i in replace(step.slicer, at_size=None).rules}
 
 

@@ -106,7 +106,7 @@ def test_in_float64_a_net_that_multiplies_rounding_has_the_whole_batch_s_numbers
     layers = keras.layers
     inputs = keras.Input((16, 16, 3), dtype="float64")
     x = made(layers.Conv2D, 8, 3, strides=2, use_bias=False)(inputs)
-    for strides in (2, 2, 1, 1):
+    for strides in (2, 2, 1):
         before = x
         for convolved in (
             made(layers.Conv2D, 24, 1, use_bias=False),
@@ -130,7 +130,7 @@ def test_in_float64_a_net_that_multiplies_rounding_has_the_whole_batch_s_numbers
         if variable.dtype == tf.float64:
             np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
             kept += 1
-    assert kept > 50
+    assert kept > 40
 
 
 @pytest.mark.parametrize(
@@ -203,12 +203,17 @@ def watched():
     return model, (rng.random((16, 24, 24, 3), "float32"), rng.integers(0, 5, 16))
 
 
+@functools.cache
+def watched_bench():
+    return Bench(*watched())
+
+
 @pytest.mark.parametrize(("parts", "share"), [(2, None), (4, None), (4, 0.3)])
 def test_forward_values_and_gradients_are_the_same_but_for_rounding(parts, share):
     """No sum of a forward value or an input's gradient is in another order; yet kernels of products
     choose their blocks by the number of rows, and may round the last bit otherwise. Those of a
     kernel's gradient are added in parts; with oneDNN they differ by up to 4e-6 of the largest."""
-    b = Bench(*watched())
+    b = watched_bench()
     _, (whole,) = b.train(b.traced)
     chosen = all_that_can(b.rules, parts)
     _, (sliced,) = b.train(b.sliced(parts, chosen), share=share)
@@ -277,23 +282,10 @@ def test_an_effect_between_ops_in_slices_comes_once_a_step_and_of_the_whole_batc
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_dropout_draws_the_same_mask():
-    b = Bench(*keras_models.mlp(dropout=0.5, optimizer="sgd"))
-    kinds = [b.traced.graph.ops[i].kind for i in b.rules]
-    assert kinds.count("StatelessRandomUniformV2") == 2
-    state, _ = b.train(b.traced, steps=3)
-    sliced, _ = b.train(b.sliced(4), steps=3)
-    for ours, theirs in zip(sliced, state, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
 def test_the_fingerprint_is_the_same_for_two_traces_of_one_model():
-    prints = set()
-    for _ in range(2):
-        keras.backend.clear_session()
-        b = Bench(*keras_models.mlp())
-        prints.add(b.sliced(2).graph.fingerprint)
-    assert len(prints) == 1
+    expected = bench("mlp").sliced(2).graph.fingerprint
+    again = Bench(*keras_models.mlp(optimizer="sgd"))
+    assert again.sliced(2).graph.fingerprint == expected
 
 
 def language_model(tokens=1024, vocabulary=2048, width=32):
@@ -304,7 +296,7 @@ def language_model(tokens=1024, vocabulary=2048, width=32):
     x = keras.layers.Dropout(0.1)(keras.layers.LayerNormalization()(x))
     outputs = keras.layers.Dense(vocabulary)(x)
     model = keras.Model(inputs, outputs)
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     texts = np.random.default_rng(0).integers(0, vocabulary, (2, tokens // 8, 32))
     return model, texts.astype("int32")
 
@@ -364,8 +356,7 @@ def test_a_saved_plan_in_slices_trains_the_model_again(tmp_path):
     model, (x, y) = language_model(vocabulary=8192)
     limit, _ = below_the_floor(model, (x[:32], y[:32]), 0.5)
     plan = keras_remat.make_plan(
-        model, (x[:32], y[:32]), limit, profile="estimated", compilation="ordered",
-        solver_time_limit_s=4,
+        model, (x[:32], y[:32]), limit, profile="estimated", compilation="ordered", solver="greedy",
     )  # fmt: skip
     assert plan.slicing is not None
     assert plan.store_all.peak_bytes > plan.predicted.peak_bytes

@@ -40,9 +40,8 @@ def convnet():
     return traced_model(keras_models.convnet)
 
 
-@pytest.mark.parametrize("name", ["transformer", "gan", "mixed_precision"])
-def test_fingerprint_is_the_models_and_not_its_names(name):
-    make = keras_models.MODELS[name]
+def test_fingerprint_is_the_models_and_not_its_names():
+    make = keras_models.mixed_precision
     rebuilt, batch = make()  # with other layer names
     assert (
         BACKEND.trace(rebuilt, BACKEND.example_batch(rebuilt, batch)).graph.fingerprint
@@ -312,14 +311,14 @@ def of_two_outputs(**options):
     losses = {"a": "mse", "b": "sparse_categorical_crossentropy"}
     model = CountsTotals if options.pop("own", False) else keras.Model
     model = model(inputs, outputs)
-    model.compile("adam", losses, metrics={"b": "accuracy"}, **options)
+    model.compile("sgd", losses, metrics={"b": "accuracy"}, **options)
     return model, counts, y
 
 
 def of_layers():
     counts = Counts()
     model = keras.Sequential([keras.Input((3,)), counts, layers.Dense(1)])
-    model.compile("adam", "mse", metrics=["mae"], weighted_metrics=[keras.metrics.R2Score()])
+    model.compile("sgd", "mse", metrics=["mae"], weighted_metrics=[keras.metrics.R2Score()])
     return model, counts, np.ones((8, 1), "float32")
 
 
@@ -348,7 +347,7 @@ def test_targets_may_have_another_structure_than_outputs(names, as_given, traces
     counts, inputs, x = Counts(), keras.Input((3,)), np.ones((8, 3), "float32")
     hidden = counts(inputs)
     model = keras.Model(inputs, [layers.Dense(1, name=name)(hidden) for name in names])
-    model.compile("adam", "mse")
+    model.compile("sgd", "mse")
     y = {name: np.ones((8, 1), "float32") for name in names}
     y = list(y.values()) if as_given is list else as_given(y)
     counts.calls = 0

@@ -87,7 +87,10 @@ def test_data_dependencies_alone_are_enough_for_the_same_bits(name):
         keras_models.assert_same_bits(b.train(schedule, smallest_bytes=2**40)[0], b.reference[0])
 
 
-@pytest.mark.parametrize("name", keras_models.MODELS)
+BITS_OF_PLAIN_FIT = ("residual network", "convnet", "mixed_precision")
+
+
+@pytest.mark.parametrize("name", [n for n in keras_models.MODELS if n not in BITS_OF_PLAIN_FIT])
 def test_store_all_agrees_with_the_plain_step(name):
     b = bench(name)
     plain = tf.function(b.model.train_step, autograph=False)
@@ -102,7 +105,7 @@ def residual_network():
     oneDNN fuse and add up anew."""
     keras.utils.set_random_seed(0)
     inputs = x = keras.Input((24, 24, 3))
-    for filters in (8, 8, 16):
+    for filters in (8, 16):
         y = keras.layers.BatchNormalization()(keras.layers.Conv2D(filters, 3, padding="same")(x))
         y = keras.layers.BatchNormalization()(
             keras.layers.Conv2D(filters, 3, padding="same")(keras.layers.ReLU()(y))
@@ -122,7 +125,7 @@ def residual_network():
     )
 
 
-@pytest.mark.parametrize("name", ["residual network", "convnet", "mixed_precision"])
+@pytest.mark.parametrize("name", BITS_OF_PLAIN_FIT)
 def test_store_all_is_plain_fit_bit_for_bit(name):
     """The traced graph is the one that plain ``fit`` runs: as many terms in the same order, the
     same kernels fused."""
@@ -271,7 +274,7 @@ def test_logs_keep_their_structure():
 
 @pytest.fixture(scope="module")
 def wide():
-    return Bench(keras_models.wide_mlp)
+    return Bench(lambda: keras_models.wide_mlp(blocks=4, optimizer="sgd", metrics=[]))
 
 
 def measured_peak(b, schedule):

@@ -40,6 +40,13 @@ def convnet():
     return traced_of(keras_models.convnet()[0], 8)
 
 
+@pytest.fixture(scope="module")
+def recurrent():
+    """A step with a loop, and with every op in it, however small."""
+    model, batch = keras_models.lstm()
+    return trace(model, BACKEND.example_batch(model, batch), smallest_bytes=0)
+
+
 # ------------------------------------------------------------------ events written by hand
 
 
@@ -161,11 +168,9 @@ def test_what_runs_inside_a_loop_is_the_loops():
 
 
 @pytest.mark.parametrize("freed", [-0.5, 0.5, 10**6], ids=["unread", "read", "in the next step"])
-def test_what_a_loop_holds_beyond_its_outputs_is_workspace(freed):
+def test_what_a_loop_holds_beyond_its_outputs_is_workspace(freed, recurrent):
     """Lists that nobody reads are given back before the loop's outputs are read."""
-    model, batch = keras_models.lstm()
-    traced = trace(model, BACKEND.example_batch(model, batch), smallest_bytes=0)
-    graph, lowered = traced.graph, lowered_with(traced)
+    graph, lowered = recurrent.graph, lowered_with(recurrent)
     loop = next(op for op in graph.ops if "While" in op.kind and op.phase == "forward")
     outputs = [graph.values[v] for v in loop.outputs]
     assert any(value.nbytes and value.dtype == "variant" for value in outputs)
