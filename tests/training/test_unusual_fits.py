@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fake_backend import FakeBackend
+from fake_fit import fitted
 from own_process import ran_alone
 from session_fits import autotune, counting_model, numbered, seen
 
@@ -95,25 +97,25 @@ def test_callback_is_copied_before_and_after_a_fit():
     assert copy.deepcopy(remat.report) == remat.report
 
 
-@pytest.mark.parametrize("samples", [40, 43])
-def test_micro_batches_by_number_train_as_the_whole_batch(samples):
-    x, y = numbered(samples)
+def test_micro_batches_by_number_train_as_the_whole_batch():
+    """The last batch has fewer samples than pieces."""
+    x, y = numbered(43)
     x = x % 1.7
+    remat = autotune(batch_size="keep", micro_batches=4)
     histories, weights = [], []
-    for pieces in (None, 4):
+    for callbacks in ([], [remat]):
         keras.utils.set_random_seed(0)
         inputs = keras.layers.Input((1,))
         hidden = keras.layers.Dense(8, activation="tanh")(inputs)
         model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
-        model.compile("adam", "mse", metrics=["mae"])
-        remat = autotune(batch_size="keep", micro_batches=pieces)
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
         history = model.fit(
             x, y, sample_weight=1.0 + x[:, 0], batch_size=10, epochs=3, shuffle=False, verbose=0,
-            callbacks=[remat],
+            callbacks=callbacks,
         ).history  # fmt: skip
         histories.append({key: history[key] for key in ("loss", "mae")})
         weights.append(model.get_weights())
-        assert [epoch.samples for epoch in remat.report.epochs] == [samples] * 3
+    assert [epoch.samples for epoch in remat.report.epochs] == [43] * 3
     assert remat.plan is not None
     for key, values in histories[0].items():
         assert histories[1][key] == pytest.approx(values, rel=1e-4)
@@ -282,13 +284,9 @@ def test_a_fit_that_begins_late_knows_the_steps_that_are_left():
 
 
 def test_why_no_larger_batch_was_searched_is_said_where_the_first_batch_was_odd():
-    def data():
-        for size in (5, *[10] * 40):
-            yield np.ones((size, 1), "float32"), np.ones((size, 1), "float32")
-
-    remat = autotune(batch_size=40)
-    with pytest.warns(UserWarning, match="the first one had 5 samples"):
-        counting_model().fit(data(), verbose=0, callbacks=[remat])
+    told = pytest.warns(UserWarning, match="the first one had 5 samples")
+    with fitted(FakeBackend(), memory_limit="1GiB", batch_size=40) as (model, remat), told:
+        model.fit([5, *[10] * 40], 1, remat)
 
 
 def test_the_users_own_batches_keep_the_users_learning_rate(monkeypatch):
@@ -329,10 +327,11 @@ def test_a_report_that_cannot_be_written_costs_no_training(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for path, told in ((tmp_path / "new" / "report.json", False), (file / "report.json", True)):
-        with warnings.catch_warnings(record=True) as caught:
+        how = {"memory_limit": "1GiB", "batch_size": "keep", "report_path": path}
+        with warnings.catch_warnings(record=True) as caught, fitted(FakeBackend(), **how) as fit:
             warnings.simplefilter("always")
-            remat = autotune(batch_size="keep", report_path=path)
-            counting_model().fit(*numbered(20), verbose=0, callbacks=[remat])
+            model, remat = fit
+            model.fit([16] * 2, 1, remat)
         assert path.exists() is not told
         assert told == any("the report is not saved" in str(one.message) for one in caught)
 
@@ -355,11 +354,10 @@ def _full_disk(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("over_any_limit")
 @pytest.mark.parametrize("is_so", [_no_folder, _full_disk])
 def test_where_no_temporary_file_can_be_written_training_goes_on(is_so, monkeypatch, tmp_path):
-    plain, model, remat = counting_model(), counting_model(), autotune(batch_size="keep")
-    plain.fit(*numbered(60), batch_size=10, verbose=0)
+    model, remat = counting_model(), autotune(batch_size="keep")
     is_so(monkeypatch, tmp_path)
     model.fit(*numbered(60), batch_size=10, verbose=0, callbacks=[remat])
-    assert seen(model, 60) == seen(plain, 60)
+    assert seen(model, 60) == [1] * 60
     assert remat.plan is not None
     assert any("the plan stays with estimated op times" in e.message for e in remat.report.events)
 
@@ -387,8 +385,15 @@ class Data(np.ndarray):
     """Can be referred to weakly."""
 
 
-@pytest.mark.parametrize("is_planned", [False, True])
-@pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end"])
+@pytest.mark.parametrize(
+    ("hook", "is_planned"),
+    [
+        ("on_train_batch_begin", False),
+        ("on_train_batch_begin", True),
+        ("on_train_batch_end", True),
+        ("on_epoch_end", True),
+    ],
+)
 def test_a_fit_that_another_callback_ended_leaves_no_data_behind(hook, is_planned, request):
     if is_planned:
         request.getfixturevalue("over_any_limit")
