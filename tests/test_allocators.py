@@ -36,7 +36,7 @@ def fit(epochs, limit=None, margin=0.05):
         margin=margin,
         verbose=0,
     )
-    model, data = keras_models.mlp(SAMPLES, width=512, blocks=4)
+    model, data = keras_models.mlp(SAMPLES, width=512, blocks=4, optimizer="sgd")
     history = model.fit(
         *data, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[callback]
     )

@@ -417,7 +417,7 @@ def test_wrong_arguments_say_what_is_accepted(models, arguments, error, says):
 
 def test_a_fixed_batch_is_named_instead_of_a_size_that_nobody_asked_for(models):
     inputs = models.keras.Input(batch_shape=(8, 5, 4), name="rows")
-    outputs = models.keras.layers.GRU(2, stateful=True)(inputs)
+    outputs = models.keras.layers.SimpleRNN(2, stateful=True)(inputs)
     model = models.keras.Model(inputs, outputs)
     model.compile("sgd", "mse", jit_compile=False)
     x, y = np.ones((8, 5, 4), "float32"), np.ones((8, 2), "float32")
