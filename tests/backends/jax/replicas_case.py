@@ -21,6 +21,7 @@ from compiled_steps import CompiledSteps
 import keras_remat
 from keras_remat.backends.jax import device
 
+sys.modules["tensorflow"] = None  # Keras would load it to seed it
 BATCH = 64
 #: Fewer compile quicker; with a model's parts on devices, activations are less of what it needs.
 BLOCKS = 2 if sys.argv[1] == "data" else 4

@@ -338,12 +338,12 @@ def test_own_train_step_is_traced(over_any_limit):
 
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}])
 def test_uncompiled_models_get_one_warning_and_train(options):
-    model, data = small()
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(10)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
-    remat = callback()
+    remat, data = callback(), models.batch(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = fit(model, tuple(part[:BATCH] for part in data), remat, epochs=2)
+        history = fit(model, data, remat, epochs=2)
     ours = [str(w.message) for w in caught if "keras_remat" in str(w.message)]
     assert len(ours) == 1
     assert "jit_compile" in ours[0]

@@ -71,9 +71,8 @@ def test_what_is_written_for_a_gpu_computes_the_same():
     """Layouts, barriers, late zeros and guards of kernels: a CPU can run them, too."""
     inputs = layers.Input((16, 16, 3))
     x = layers.MaxPooling2D()(layers.Conv2D(32, 3, padding="same", activation="relu")(inputs))
-    for _ in range(2):
-        h = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(32, 3, padding="same")(x)))
-        x = layers.Add()([x, layers.Dropout(0.2)(h)])
+    h = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(32, 3, padding="same")(x)))
+    x = layers.Add()([x, layers.Dropout(0.2)(h)])
     model = models.compiled(keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x))))
     batches = [models.batch(model, seed=s) for s in range(3)]
     traced = trace(model, batches[0], target=live("gpu", "a GPU"))
@@ -93,6 +92,8 @@ def test_what_is_written_for_a_gpu_computes_the_same():
 
 
 def test_memory_is_saved_and_needs_the_guards(monkeypatch):
+    """And store-all takes hardly more than plain: less with JAX 0.10 and 0.11; XLA:CPU of JAX 0.12
+    needs a fifth less for the plain step."""
     model = models.mixer(blocks=4, dropout=0)
     traced = trace(model, models.batch(model, 64))
     blocks = {
@@ -102,6 +103,7 @@ def test_memory_is_saved_and_needs_the_guards(monkeypatch):
     }
     schedule = forget(traced.graph, keep=blocks)
     store_all = models.temp_bytes(lower(traced, Schedule.store_all(traced.graph)))
+    assert store_all <= 1.05 * models.temp_bytes(lower_plain(traced))
     assert models.temp_bytes(lower(traced, schedule)) <= 0.75 * store_all
     monkeypatch.setattr("keras_remat.backends.jax.writer.guard", lambda x, condition: x)
     assert models.temp_bytes(lower(traced, schedule)) > 0.9 * store_all
@@ -182,14 +184,6 @@ def test_sums_that_run_again_exist(monkeypatch):
     monkeypatch.setattr("keras_remat.backends.xla.protect.Run._pin", lambda *_: None)
     without = models.temp_bytes(lower(traced, schedule))
     assert pinned <= 0.9 * without
-
-
-def test_store_all_takes_hardly_more_than_plain():
-    """Less with JAX 0.10 and 0.11; XLA:CPU of JAX 0.12 needs a fifth less for the plain step."""
-    model = models.mixer(dropout=0)
-    traced = trace(model, models.batch(model))
-    store_all = models.temp_bytes(lower(traced, Schedule.store_all(traced.graph)))
-    assert store_all <= 1.05 * models.temp_bytes(lower_plain(traced))
 
 
 def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():

@@ -21,7 +21,7 @@ PARTS = 2
 
 
 def head():
-    return models.head(4096, 16)
+    return models.head(192, 4)
 
 
 def rolled():
