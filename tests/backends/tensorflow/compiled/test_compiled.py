@@ -123,9 +123,8 @@ def test_what_is_written_for_a_gpu_computes_the_same():
     keras.utils.set_random_seed(0)
     inputs = layers.Input((16, 16, 3))
     x = layers.MaxPooling2D()(layers.Conv2D(32, 3, padding="same", activation="relu")(inputs))
-    for _ in range(2):
-        h = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(32, 3, padding="same")(x)))
-        x = layers.Add()([x, layers.Dropout(0.2)(h)])
+    h = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(32, 3, padding="same")(x)))
+    x = layers.Add()([x, layers.Dropout(0.2)(h)])
     model = keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x)))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rng = np.random.default_rng(0)
@@ -194,7 +193,7 @@ def test_a_loop_without_variables_is_compiled():
 
 def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():
     def train(how):
-        model, (x, y) = ready(keras_models.mlp(8, width=8))
+        model, (x, y) = ready(keras_models.mlp(8, width=8, blocks=1))
         data = x, tf.fill(y.shape, np.float32(np.inf))
         step = compiled_plain(model) if how == "plain" else LoweredStep(*how(trace(model, data)))
         step(data)
@@ -288,7 +287,7 @@ def assert_told(told, taken):
 
 
 def test_a_plain_step_that_keras_does_not_compile_is_bounded_by_all_that_it_makes():
-    model, data = ready(MEMORY["mlp"]())
+    model, data = ready(keras_models.mlp(2048, 256))
     compiled = trace(model, data)
     model.jit_compile = False
     traced, memory = trace(model, data), CompiledMemory(lambda problem, schedule: None)
@@ -311,7 +310,7 @@ def test_the_compiler_is_asked_of_the_plain_step_where_its_answer_decides(monkey
         return 5 * MIB
 
     monkeypatch.setattr(private, "compiled_bytes", told)
-    model, data = ready(MEMORY["mlp"]())
+    model, data = ready(keras_models.mlp(2048, 256))
     traced = (backend := CompiledBackend()).trace(model, data)
     problem, store_all = problem_of(traced), Schedule.store_all(traced.graph)
     alive, resident = simulate(problem, store_all).peak_bytes, problem.profile.resident_bytes
