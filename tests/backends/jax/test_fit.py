@@ -336,11 +336,17 @@ def test_own_train_step_is_traced(over_any_limit):
 # ------------------------------------------------------------------ compile options and devices
 
 
-@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}])
-def test_uncompiled_models_get_one_warning_and_train(options):
+def one_layer(**options):
+    """What runs eagerly compiles op by op."""
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(10)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
-    remat, data = callback(), models.batch(model)
+    return model
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_uncompiled_models_get_one_warning_and_train(options):
+    model, remat = one_layer(**options), callback()
+    data = models.batch(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         history = fit(model, data, remat, epochs=2)
@@ -373,8 +379,8 @@ def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told(over_any_limit)
             if epoch == 1:
                 jax.config.update("jax_disable_jit", True)
 
-    model, data = small()
-    remat = callback()
+    model, remat = one_layer(), callback()
+    data = models.batch(model)
     try:
         with pytest.warns(UserWarning, match="run eagerly from here on"):
             fit(model, data, remat, RunsEagerly(), epochs=2)
