@@ -273,10 +273,9 @@ def test_malformed_plan_file_is_refused_by_name(tmp_path):
 def test_putting_batches_together_counts_as_training(monkeypatch):
     """A stopwatch around the epoch would count it; ``remat_samples_per_s`` and ``remat_speedup`` do
     too."""
-    real, taken = HeldBatches.taking, []
+    real = HeldBatches.taking
 
     def take(self, samples):
-        taken.append(samples)
         time.perf_counter.now_s += 10.0
         return real(self, samples)
 
@@ -297,10 +296,9 @@ class Freezes(keras.callbacks.Callback):
             self.model.layers[1].trainable = False
 
 
+@pytest.mark.usefixtures("over_any_limit")
 @pytest.mark.parametrize("in_fit", [pytest.param("first", marks=pytest.mark.slow), "second"])
-def test_a_layer_frozen_without_compile_is_told_where_a_step_is_traced_after_it(
-    in_fit, over_any_limit
-):
+def test_a_layer_frozen_without_compile_is_told_where_a_step_is_traced_after_it(in_fit):
     """The last batch is smaller, and so is traced later than the first."""
     model, data = small(40)
     if in_fit == "first":

@@ -28,9 +28,8 @@ def planning_limit(model, batch, share):
 
 def test_planning_leaves_the_model_as_it_was(models):
     model, batch = models.mlp(8, width=8, blocks=1)
-    model.fit(
-        *batch, batch_size=8, verbose=0
-    )  # optimizer slots, metrics and seeds are no longer at their start
+    # optimizer slots, metrics and seeds are no longer at their start
+    model.fit(*batch, batch_size=8, verbose=0)
     before = models.state_of(model)
     for profile in ("measured", "estimated"):
         plan = make_plan(model, batch, profile=profile, **ROOMY)

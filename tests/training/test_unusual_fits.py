@@ -385,14 +385,11 @@ class Data(np.ndarray):
     """Can be referred to weakly."""
 
 
+HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_epoch_end")
+
+
 @pytest.mark.parametrize(
-    ("hook", "is_planned"),
-    [
-        ("on_train_batch_begin", False),
-        ("on_train_batch_begin", True),
-        ("on_train_batch_end", True),
-        ("on_epoch_end", True),
-    ],
+    ("hook", "is_planned"), [(HOOKS[0], False), *((hook, True) for hook in HOOKS)]
 )
 def test_a_fit_that_another_callback_ended_leaves_no_data_behind(hook, is_planned, request):
     if is_planned:
