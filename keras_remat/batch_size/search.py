@@ -89,7 +89,7 @@ def search_batch_size(
         limit: memory limit, whose margin is kept free.
         max_overhead: bound on (time − store-all time) / store-all time; ``"forward"`` is one extra
             forward pass; ``None`` is no bound.
-        at_most: largest size that is tried.
+        at_most: largest size that is tried; at least ``multiple`` is.
         solver: a quick solver, used at many sizes.
         time_limit_s: seconds for trying sizes after the first, sure solves; a third of it is
             counted work, and no solve gets more than a quarter of that.
@@ -112,12 +112,12 @@ def search_batch_size(
         limit,
         backend,
         max_overhead,
-        (OPTIONS.largest_size if at_most is None else at_most) // multiple,
+        max(1, (OPTIONS.largest_size if at_most is None else at_most) // multiple),
         seed,
         SearchWork(quick_s, quick_deadline_s, sure_solves=OPTIONS.sure_solves),
     )
     solve_s = OPTIONS.solve * quick_s
-    search.begin(min(start // multiple, search.at_most), solver, solve_s, known)
+    search.begin(min(max(1, start // multiple), search.at_most), solver, solve_s, known)
     search.bisect(solver, solve_s, try_again=not late_time_limit_s)
     if late_time_limit_s:
         search.go_on(late_time_limit_s, quick_deadline_s)

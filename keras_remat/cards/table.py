@@ -18,7 +18,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import inf, log
+from math import log
 from typing import Any
 
 from keras_remat.checks import check_name
@@ -26,6 +26,8 @@ from keras_remat.core.target import Chip, Target, gpu_rates
 from keras_remat.units import GIB, KIB, LEAST_LIMIT, MIB, parse_bytes
 
 USABLE_SHARE = 0.75
+LEAST_RATE, LARGEST_RATE = 1e-3, 1e6
+"""Rates that a card may be said to have, in GB/s and TFLOPS."""
 #: Example of a text that describes a card that the table does not know.
 EXAMPLE = "RTX4070:memory=11.7GiB,capability=8.9,bandwidth=504,tflops=29"
 
@@ -166,13 +168,15 @@ def _told(name: str, told: str) -> dict[str, Any]:
     return own
 
 
-def _positive(text: str, what: str) -> float:
+def _rate(text: str, what: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < inf:
-        raise ValueError(f"{what} must be a positive number, got {text!r}")
+    if not LEAST_RATE <= number <= LARGEST_RATE:
+        raise ValueError(
+            f"{what} must be a number from {LEAST_RATE:g} to {LARGEST_RATE:g}, got {text!r}"
+        )
     return number
 
 
@@ -195,9 +199,9 @@ def _capability(text: str, what: str) -> tuple[int, int]:
 _READ: dict[str, Callable[[str, str], Any]] = {
     "memory": lambda text, what: parse_bytes(text, what=what, least=LEAST_LIMIT),
     "capability": _capability,
-    "bandwidth": _positive,
-    "tflops": _positive,
-    "half_tflops": _positive,
+    "bandwidth": _rate,
+    "tflops": _rate,
+    "half_tflops": _rate,
     "cores": _count,
 }
 _NEEDED = ("memory", "capability", "bandwidth", "tflops")
