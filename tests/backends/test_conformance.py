@@ -127,11 +127,11 @@ def below_the_floor(made, path, share):
 
 @every_path
 def test_fit_trains_below_the_floor_in_slices_and_so_it_does_by_its_plan(path, tmp_path):
-    plain = trained(head(path), path, SAMPLES, 4)
+    plain = trained(head(path), path, SAMPLES, 8)
     made = head(path)
     limit, floor = below_the_floor(made, path, 0.6)
     how = {"memory_limit": limit, "margin": 0.0, "profile_steps": 1}
-    *ours, (callback,) = trained(made, path, SAMPLES, 4, **how)
+    *ours, (callback,) = trained(made, path, SAMPLES, 8, **how)
     assert_same(ours, plain)
     *_, event = [one for one in callback.report.events if one.kind == EventKind.SLICES]
     assert f"in {callback.plan.slicing.parts} slices" in event.message
