@@ -30,7 +30,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rows import (
@@ -48,6 +47,8 @@ from rows import (
     line_of,
     machine,
     printed_by,
+    rows_of_run,
+    write_run,
 )
 
 MODELS = ("VGG19", "MobileNet", "UNet", "ResNet50", "FCN8", "SegNet")
@@ -295,12 +296,8 @@ def document(header: str, rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([header, *tables, summary(rows)]) + "\n"
 
 
-def known_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier run's JSON file, without the models that it did not finish; none where
-    there is no such file."""
-    if not path.exists():
-        return []
-    rows = json.loads(path.read_text())["rows"]
+def finished_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of an earlier run without those of the models that it did not finish."""
     unfinished = {row["model"] for row in rows if "error" in row and not row["solver"]}
     finished = {row["model"] for row in rows if row["row"] == "prediction"} - unfinished
     return [row for row in rows if row["model"] in finished]
@@ -315,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     search = f"margin {arguments.margin:.0%}; search {arguments.search_time:g} s"
     header = f"{machine(arguments.backend)}; float32, SGD; {search}"
     print(f"{header}\n\n{head(COLUMNS)}", flush=True)
-    rows = known_rows(arguments.json) if arguments.json else []
+    rows = finished_rows(rows_of_run(arguments.json, options))
     for row in rows:
         print(line(row), flush=True)
     for name in arguments.models:
@@ -324,10 +321,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows_of(name, options, arguments.timeout):
             rows.append(row)
             print(line(row), flush=True)
-            if arguments.json:
-                arguments.json.write_text(
-                    json.dumps({"machine": header, "rows": rows}, indent=1), encoding="utf-8"
-                )
+            write_run(arguments.json, header, options, rows)
     print(f"\n{summary(rows)}")
     if arguments.output:
         arguments.output.write_text(document(header, rows), encoding="utf-8")

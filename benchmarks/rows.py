@@ -276,6 +276,29 @@ def kept(path: Path | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def write_run(
+    path: Path | None, header: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]
+) -> None:
+    """Writes a run's rows to a JSON file, with its settings, where a file was asked for."""
+    if path:
+        told = {"machine": header, "settings": settings, "rows": rows}
+        path.write_text(json.dumps(told, indent=1), encoding="utf-8")
+
+
+def rows_of_run(path: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file that :func:`write_run` wrote; none where there is none.
+
+    Raises:
+        SystemExit: they have other settings, and this run would show them as its own.
+    """
+    if path is None or not path.exists():
+        return []
+    told = json.loads(path.read_text(encoding="utf-8"))
+    if told.get("settings") != json.loads(json.dumps(settings)):
+        raise SystemExit(f"{path} has rows of other settings: give --json another file")
+    return told["rows"]
+
+
 def failed(failures: Sequence[str], check: bool) -> int:
     """Prints what falls short and returns the exit status: 1 where that was to be checked."""
     for failure in failures:

@@ -145,6 +145,12 @@ def options_of(name: str, part: Part, given: argparse.Namespace) -> dict[str, An
     }  # fmt: skip
 
 
+def is_of_run(row: dict[str, Any], given: argparse.Namespace) -> bool:
+    """Returns whether a kept row was asked for as this run would ask for it."""
+    part, _, _ = row["name"].partition("@")
+    return part in PARTS and row.get("options") == options_of(part, PARTS[part], given)
+
+
 def failures(name: str, part: Part, row: dict[str, Any]) -> list[str]:
     """Returns which bounds a row fails."""
     if "error" in row:
@@ -209,12 +215,12 @@ def main(argv: list[str] | None = None) -> int:
     unknown = [name for name in chosen if name not in PARTS]
     if unknown:
         parser.error(f"unknown parts {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    rows = {row["name"]: row for row in kept(given.json)}
+    rows = {row["name"]: row for row in kept(given.json) if is_of_run(row, given)}
     short = []
     for name in chosen:
+        options = options_of(name, PARTS[name], given)
         for key, environment in settings(name, given):
             if key not in rows:
-                options = options_of(name, PARTS[name], given)
                 try:
                     row = row_of(
                         "slices_case.py", json.dumps(options), timeout_s=given.timeout,
@@ -222,7 +228,8 @@ def main(argv: list[str] | None = None) -> int:
                     )  # fmt: skip
                 except Failed as error:
                     row = options | {"error": str(error)}
-                rows[key] = row | {"name": key, "date": time.strftime("%Y-%m-%d")}
+                date = time.strftime("%Y-%m-%d")
+                rows[key] = row | {"name": key, "options": options, "date": date}
                 keep(rows[key], given.json)
             short += failures(key, PARTS[name], rows[key])
     report = Report()

@@ -26,7 +26,6 @@ import json
 import math
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -45,6 +44,8 @@ from rows import (
     line_of,
     machine,
     row_of,
+    rows_of_run,
+    write_run,
 )
 
 MODELS = (
@@ -299,15 +300,6 @@ def failed_bounds(results: list[dict[str, Any]], backend: str = "tensorflow") ->
     return failures
 
 
-def known_results(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Returns the models of an earlier run's JSON file that were measured, by name; none where
-    there is no such file."""
-    if path is None or not path.exists():
-        return {}
-    results = json.loads(path.read_text(encoding="utf-8"))["results"]
-    return {result["model"]: result for result in results if "error" not in result}
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     arguments = parser().parse_args(argv)
@@ -328,15 +320,14 @@ def main(argv: list[str] | None = None) -> int:
     solved = f"solver {arguments.solver}, {solve_s:g} s"
     header = f"{machine(arguments.backend)}; {solved}; {steps} steps; margin {arguments.margin:.0%}"
     print(header, head(COLUMNS, left=2), sep="\n", flush=True)
-    found = known_results(arguments.json)
+    known = rows_of_run(arguments.json, options)
+    found = {result["model"]: result for result in known if "error" not in result}
     for name in arguments.models:
         if name not in found:
             found[name] = run_case(name, options, arguments.timeout)
         results = list(found.values())
         print(*lines_of(found[name]), sep="\n", flush=True)
-        if arguments.json:
-            told = {"machine": header, "results": results}
-            arguments.json.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        write_run(arguments.json, header, options, results)
     document = f"{header}\n\n{table(results)}\n\n{summary(results, budgets)}\n"
     print(f"\n{summary(results, budgets)}")
     if arguments.output:

@@ -54,6 +54,21 @@ def test_bounds(slices, name, row, told):
     assert all(words in line for words, line in zip(told, found, strict=True))
 
 
+def test_rows_of_other_settings_are_not_shown(slices, tmp_path, monkeypatch):
+    """A part that is known under these settings is not measured again."""
+    asked = []
+
+    def measured(script, words, **how):
+        asked.append(words)
+        return FLOOR
+
+    monkeypatch.setattr(slices, "row_of", measured)
+    line = ["--only", "floor:head", "--onednn", "0", "--json", str(tmp_path / "rows.jsonl")]
+    for more in ([], [], ["--steps", "7"], ["--small"], []):
+        assert slices.main(line + more) == 0
+    assert len(asked) == 3
+
+
 def test_tables(slices):
     rows = {"floor:head": FLOOR, "floor:gru": {"error": "not done"}, "batch:unet": BATCH}
     *_, line = slices.table("floor", rows)
