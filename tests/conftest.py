@@ -20,9 +20,6 @@ from keras_remat.errors import RematError
 LONGEST = ("test_jax.py", "test_sliced.py", "test_compiled.py", "test_compiled_fit.py")
 
 
-#: Half of XLA's time would go into LLVM's passes. Buffers are assigned before them.
-QUICK_CODE = "--xla_backend_optimization_level=0"
-
 #: They need Keras on TensorFlow.
 collect_ignore = (
     []
@@ -43,12 +40,6 @@ collect_ignore = (
         "training/test_unusual_fits.py",
     ]
 )
-
-
-def pytest_configure(config):
-    """The default run has XLA make code quickly; what is compiled for cards is the users'."""
-    if "not card" in config.getoption("markexpr"):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_CODE}".strip()
 
 
 def pytest_terminal_summary(terminalreporter):

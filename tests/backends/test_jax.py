@@ -2,6 +2,7 @@
 its own, and without TensorFlow in it."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from own_process import environment, output_of
 
 FOLDER = Path(__file__).parent / "jax"
 ROOT = FOLDER.parents[2]
+#: Half of the time would go into LLVM's passes. Buffers are assigned before them.
+QUICK_CODE = "--xla_backend_optimization_level=0"
 #: Half of the rest would go into programs that were compiled before: many tests train one model.
 COMPILED_ONCE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -27,7 +30,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(keras_backend, *words, **variables):
-    variables |= {"KERAS_BACKEND": keras_backend, "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_CODE}".strip()
+    variables |= {"KERAS_BACKEND": keras_backend, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     output_of(*words, env=environment(**variables), cwd=ROOT, timeout=None)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from own_process import came_of, environment
+from own_process import came_of
 from random_models import follow_advice
 from tight_limit import tight_limit as limit_of
 
@@ -63,10 +63,8 @@ print(json.dumps({
 
 def test_fit_compiled_keeps_to_the_limit_and_has_plain_s_numbers():
     """In a process of its own, in one region: the one buffer gets a free chunk of up to twice its
-    size where other tests, or regions that double, have left one. Steps of this size run longer
-    than XLA compiles."""
-    env = environment(XLA_FLAGS="")
-    said = came_of("-c", _ALONE, cwd=Path(__file__).parent, env=env)
+    size where other tests, or regions that double, have left one."""
+    said = came_of("-c", _ALONE, cwd=Path(__file__).parent)
     for key, values in said["expected"].items():
         assert said["history"][key] == pytest.approx(values, rel=1e-5), key
     assert said["recomputes"]
