@@ -276,12 +276,18 @@ def usage_rows(plan: PlanRecord) -> list[tuple[str, str, str, str, str]]:
 
 
 def epoch_rows(report: ReportRecord) -> list[list[str]]:
-    """Returns the rows of a table, the head first: the usage of every epoch's steps."""
+    """Returns the rows of a table, the head first: the usage of every epoch's steps.
+
+    Dashes stand where no step was measured: Keras's own trained the epoch.
+    """
     rows = [["epoch", "batch", "samples/s", "speedup", "peak", "in steps", "planning"]]
     for epoch, speedup in zip(report.epochs, report.speedups, strict=True):
-        cells = [str(epoch.epoch), str(epoch.batch_size), format_rate(epoch.samples_per_s)]
-        cells += [f"{speedup:.2f}x", _peak_text(epoch.peak_bytes)]
-        cells += map(format_seconds, (epoch.step_time_s, epoch.planning_time_s))
+        rate, times, step_time = "-", "-", "-"
+        if epoch.samples:
+            rate, times = format_rate(epoch.samples_per_s), f"{speedup:.2f}x"
+            step_time = format_seconds(epoch.step_time_s)
+        cells = [str(epoch.epoch), str(epoch.batch_size), rate, times]
+        cells += [_peak_text(epoch.peak_bytes), step_time, format_seconds(epoch.planning_time_s)]
         rows.append(cells)
     return rows
 

@@ -279,6 +279,11 @@ def test_an_epoch_whose_peak_nobody_knows_has_a_dash():
     assert epoch_rows(report_of(plan_of(CHAIN, RECOMPUTE_A), peak=0))[-1][4] == "-"
 
 
+def test_an_epoch_that_keras_s_own_step_trained_has_no_rates():
+    report = AutotuneReport(epochs=[EpochUsage(0, 0, 0, 1e-4, 0.5, 0, 4)])
+    assert epoch_rows(report)[-1] == ["0", "4", "-", "-", "-", "-", "500 ms"]
+
+
 def test_epochs_are_numbered_as_keras_counts_them():
     report = report_of(plan_of(CHAIN, RECOMPUTE_A))
     report.epochs = [EpochUsage(5, 8, 2, 4.0, 0.5, 12, 4), EpochUsage(6, 8, 2, 4.0, 0.0, 8, 4)]
