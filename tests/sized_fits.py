@@ -71,7 +71,9 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(
         sizes,
         "OPTIONS",
-        replace(OPTIONS, most_search_s=SEARCH_S, first_margin=0.0, pool_margin=0.0),
+        replace(
+            OPTIONS, most_search_s=SEARCH_S, first_margin=0.0, pool_margin=0.0, next_margin=0.0
+        ),
     )
     real_step, real_search = driver._step, sizes._searched
 

@@ -39,8 +39,9 @@ class SizeChooser:
         predicted: the largest size by prediction.
         orders: known orders; those that reach furthest come last.
         at_most: largest size that may be chosen.
-        first_margin: margin that the first size keeps at least, because nothing was measured before
-            it: where a size runs in training, a step over the limit counts.
+        first_margin, next_margin: margins that the first size and each later one keep at least:
+            where a size runs in training, a step over the limit counts. Nothing was measured before
+            the first.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
         solver: name of the solver for sizes that no known order fits.
         solve_s: seconds of work for one solve, counted as in a search.
@@ -66,6 +67,7 @@ class SizeChooser:
     orders: tuple[Schedule, ...]
     at_most: int
     first_margin: float = 0.0
+    next_margin: float = 0.0
     max_overhead: MaxOverhead = "forward"
     solver: str = "auto"
     solve_s: float = 2.0
@@ -163,8 +165,8 @@ class SizeChooser:
         help, because a faster order fills the same bytes: so the bytes shrink as the sizes do.
         """
         error = 0
-        if not self.runs:
-            limit = replace(limit, margin=max(limit.margin, self.first_margin))
+        least_margin = self.next_margin if self.runs else self.first_margin
+        limit = replace(limit, margin=max(limit.margin, least_margin))
         if self.newest is not None:
             size, plan, peak = self.newest
             problem, predicted = scaling.at(size), plan.predicted.peak_bytes

@@ -94,7 +94,7 @@ class PlanRequests:
         """Returns the request for a plan with headroom for longer batches, if one exists.
 
         The headroom grows with the number of plans that were too short, and while costs are
-        estimated.
+        estimated. It is at least what the batch's margin leaves free.
 
         Args:
             running: the schedule that runs now; the plan may keep it.
@@ -102,17 +102,20 @@ class PlanRequests:
             most_s: seconds that the full solver may take.
         """
         problem, seconds = costs.problem, self._options.solver_time_limit_s
+        limit, least_margin = self._fit.limit, shape.constraints.least_margin
+        within = replace(limit, margin=max(limit.margin, least_margin)).usable_bytes
         is_final = is_final or not self._backend.measures_op_times
         orders = {
             plan.solution.schedule
             for plan, _, phase in known.plans
             if known.is_family and (phase is Phase.VERIFY or not is_final)
         }
+        headroom = self._costs.headroom_bytes(problem, len(orders), is_final=is_final)
         return self.request(
             problem, shape.batch_size,
             seconds=min(seconds, most_s) if is_final else seconds,
             is_quick=not is_final, known=running,
-            headroom_bytes=self._costs.headroom_bytes(problem, len(orders), is_final=is_final),
+            headroom_bytes=max(headroom, limit.usable_bytes - within),
         )  # fmt: skip
 
     def not_found(self, problem: Problem, peak_bytes: int | None = None) -> ScheduleNotFoundError:

@@ -103,12 +103,14 @@ class StepConstraints:
         require_planned: whether the batch runs under a plan even where Keras's own step fits. Where
             the order of ops matters, steps need more memory after a plain one: 21 samples of
             U-Net's measured 177 MiB before a plain step of 5, and 210 after it.
+        least_margin: margin of the limit that plans keep at least, where such a plan is found.
     """
 
     may_split: bool = False
     allow_over_limit: bool = True
     wants_profile: bool = False
     require_planned: bool = False
+    least_margin: float = 0.0
 
 
 USUAL_CONSTRAINTS = StepConstraints()

@@ -64,6 +64,9 @@ class SizeOptions:
         first_margin, pool_margin: least margin of a first larger batch, as a share of the limit;
             ``pool_margin`` where plain steps leave the memory pool in pieces. MobileNetV2's steps
             took 2 % and 9.5 % over prediction.
+        next_margin: least margin of every later larger batch, and of plans for larger batches.
+            Without it, some of MobileNetV2's steps took up to 3.3 % more than a limit without a
+            margin.
     """
 
     search_steps: int = 200
@@ -77,6 +80,7 @@ class SizeOptions:
     least_profiled_steps: int = 100
     first_margin: float = 0.03
     pool_margin: float = 0.1
+    next_margin: float = 0.04
 
 
 OPTIONS = SizeOptions()
@@ -94,7 +98,8 @@ def constraints_of(fit: FitState, due: Due) -> StepConstraints:
         may_split = fit.options.batch_size != "keep"
         return StepConstraints(may_split=may_split, wants_profile=_wants_profile(fit, sizes))
     grows = sizes.chooser is not None and due.size > sizes.chooser.trained
-    return StepConstraints(allow_over_limit=not grows)
+    least_margin = OPTIONS.next_margin if due.size > sizes.loader else 0.0
+    return StepConstraints(allow_over_limit=not grows, least_margin=least_margin)
 
 
 def is_comparing(fit: FitState) -> bool:
@@ -210,6 +215,7 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
         search,
         at_most=at_most,
         first_margin=OPTIONS.pool_margin if in_pieces else OPTIONS.first_margin,
+        next_margin=OPTIONS.next_margin,
         trained=loader,
         solve_s=OPTIONS.solve * _search_s(fit, record) / search_work.OPTIONS.patience,
         work_s=OPTIONS.trial_solves * _search_s(fit, record) / search_work.OPTIONS.patience,

@@ -78,6 +78,9 @@ def test_the_first_size_leaves_room_and_the_next_ones_take_it():
     wider, (size, _) = chooser_of(100, first_margin=0.1).choose(Scaling(), Limit(LIMIT, 0.2))
     assert 78 <= size <= 80, "a margin that was asked for is no less"
     assert wider.corrected(Limit(LIMIT, 0.2), Scaling()).margin == 0.2
+    ran, chooser = sizes_until(1000, 100, first_margin=0.1, next_margin=0.05)
+    assert 88 <= ran[0] <= 90
+    assert 95 / (1 + RESOLUTION) <= chooser.trained == max(ran) <= 95
 
 
 @pytest.mark.parametrize("largest", [61, 80, 99])

@@ -146,17 +146,27 @@ def test_random_numbers_do_not_repeat_where_a_swap_would_lose_their_state(monkey
     assert remat.report.events[-1].kind == "unmodified"
 
 
-@pytest.mark.parametrize(("source", "roomy"), [("estimated", 953250), ("measured", 2**20)])
-def test_a_first_plan_leaves_room_until_something_was_measured(source, roomy):
+@pytest.mark.parametrize(
+    ("source", "margin", "roomy", "last"),
+    [
+        ("estimated", 0.0, 953250, (2**20,)),
+        ("measured", 0.0, 2**20, (2**20,)),
+        ("measured", 0.25, 0.75 * 2**20, (0.75 * 2**20, 2**20)),
+        ("estimated", 0.25, 0.75 * 2**20, (0.75 * 2**20, 2**20)),
+    ],
+)
+def test_a_first_plan_leaves_room_until_something_was_measured(source, margin, roomy, last):
+    """For a batch that has grown, every plan leaves a margin."""
     problem = chain_problem(64)
     profile = dataclasses.replace(problem.profile, source=source, resident_bytes=0)
     costs = types.SimpleNamespace(problem=dataclasses.replace(problem, profile=profile))
     plans = Driven(FakeBackend(), options=FitOptions(2**20, margin=0.0)).tools.plans
-    shape = types.SimpleNamespace(batch_size=64)
+    constraints = StepConstraints(least_margin=margin)
+    shape = types.SimpleNamespace(batch_size=64, constraints=constraints)
     first = plans.with_headroom(shape, costs, PriorPlans(), is_final=False)
     assert first.is_quick
     assert first.budgets_bytes[0] == roomy
-    assert plans.with_headroom(shape, costs, PriorPlans()).budgets_bytes == (2**20,)
+    assert plans.with_headroom(shape, costs, PriorPlans()).budgets_bytes == last
 
 
 def test_where_the_order_of_a_search_in_slices_does_not_fit_another_in_these_slices_is_found(
