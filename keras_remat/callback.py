@@ -63,7 +63,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         profile_steps: number of real training steps that are measured before the final plan is
             made.
         margin: share of the limit that is kept free. Plans for a batch that has been enlarged keep
-            0.04 at least, where such plans are found.
+            0.05 at least, where such plans are found.
         learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a
             changed batch size. It is scaled while a step runs; callbacks see the user's own.
         micro_batches: ``None`` splits a batch into micro-batches only where nothing else fits; an
