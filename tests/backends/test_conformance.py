@@ -230,3 +230,20 @@ def test_a_plan_leaves_the_model_alone_and_its_file_is_for_models_like_it(
     other = stack(path, blocks=1)
     load_backends(other[0], path)[0].trace(other[0], batch)  # builds what the step needs
     assert_refused(keras_remat.PlanMismatchError, "another model", other, path, **given)
+
+
+@every_path
+@pytest.mark.parametrize("samples", [2 * SAMPLES, SAMPLES + 1])
+def test_a_plan_of_a_step_with_two_losses_is_for_fit(path, samples):
+    """Keras counts both losses by samples where its own step knows how many there are."""
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, [layers.Dense(2)(inputs), layers.Dense(3)(inputs)])
+    how = {"jit_compile": path == "compiled"} if FRAMEWORK == "tensorflow" else {}
+    model.compile("sgd", ["mse", "mse"], **how)
+    x, *y = (np.ones((samples, size), "float32") for size in (8, 2, 3))
+    batch = x[:SAMPLES], [part[:SAMPLES] for part in y]
+    how = {"solver": "greedy", "profile": "estimated", "compilation": path}
+    plan = keras_remat.make_plan(model, batch, "8GiB", **how)
+    given = {"memory_limit": "8GiB", "plan": plan}
+    *_, (callback,) = trained((model, (x, y)), path, SAMPLES, 1, **given)
+    assert callback.plan.solution.schedule == plan.solution.schedule

@@ -514,7 +514,9 @@ def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
     mixes steps of both kinds.
 
     Where Keras's own step knows its batch size, a step counts by its samples. Otherwise, and
-    outside of ``fit``, every step counts once.
+    outside of ``fit``, every step counts once. The weight is a value that Grappler does not fold,
+    so that the step has the same ops both ways, and a plan that was made outside of ``fit`` is for
+    this step, too.
 
     Args:
         model: the model; during ``fit`` its train function says whether the batch size is known.
@@ -535,11 +537,11 @@ def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
         return original(y_true, *args, **options)
 
     def weight(given: Any) -> Any:
-        if not by_samples:
-            return share
-        if given is None:  # Keras's own step does not know this output's size, either
-            return tf.shape(of_any_size[0])[0] if of_any_size else share
-        return given
+        if by_samples and given is None and of_any_size:  # not known to Keras's own step, either
+            return tf.shape(of_any_size[0])[0]
+        counted = given if by_samples and given is not None else share
+        told = tf.constant([[1.0 if counted is None else float(counted)]])  # equal to no other one
+        return tf.reshape(tf.raw_ops.PlaceholderWithDefault(input=told, shape=told.shape), [])
 
     def update_tracker(original: Any, values: Any, sample_weight: Any = None) -> Any:
         return original(values, sample_weight=weight(sample_weight))
