@@ -127,8 +127,8 @@ def solve(
 
     solution = SOLVERS[solver](
         problem,
-        time_limit_s=time_limit_s,
-        seed=seed,
+        time_limit_s=float(time_limit_s),  # NumPy's numbers do not go into JSON, for one
+        seed=int(seed),
         progress=None if progress is None else told,
         patience=patience,
     )

@@ -5,6 +5,7 @@ import random
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from keras_remat.core.graph import chain_example
@@ -222,6 +223,18 @@ def test_unknown_solver_and_time_limit() -> None:
     for limit_s in (0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="time_limit_s"):
             solve(chain_problem(2), solver="store_all", time_limit_s=limit_s)
+
+
+def test_a_solver_gets_numbers_of_python(monkeypatch):
+    got = []
+
+    def solver(problem, *, seed, time_limit_s, **options):
+        got.extend((type(seed), type(time_limit_s)))
+        return Solution(Schedule.store_all(problem.graph), "store_all", "feasible", 0.0)
+
+    monkeypatch.setitem(SOLVERS, "store_all", solver)
+    solve(chain_problem(2), solver="store_all", seed=np.int64(3), time_limit_s=np.float32(2))
+    assert got == [int, float]
 
 
 @pytest.mark.parametrize("tells", [True, False])
