@@ -449,7 +449,8 @@ def test_a_loop_of_the_model_s_own_with_nothing_to_do_is_counted_to_the_sample(m
 
 
 def test_a_loop_of_the_model_s_own_trains_as_plainly_under_a_plan(over_any_limit):
-    assert assert_a_loop_trains_as_plainly().plan is not None
+    """The plan of the model that was compiled before would train the loss of before."""
+    assert assert_a_loop_trains_as_plainly(CompilesAnew()).plan is not None
 
 
 def test_a_model_that_a_loop_compiles_anew_trains_as_plainly():

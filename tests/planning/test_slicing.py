@@ -153,6 +153,9 @@ def test_a_kernel_that_asks_for_as_much_for_a_part_is_expected_to():
     more = step.slicer.sliced(Slicing((1, 2, 3, 4), 16))
     again = sliced.whole.problem(seen)
     assert of_loss(costs_of(more, again, expect, undivided)[1]) == {40}
+    asks = replace(again.profile, op_workspace_bytes=(1600,) * len(again.graph.ops))
+    larger = replace(again, profile=asks)  # a part's share is more than what was not divided
+    assert of_loss(costs_of(more, larger, expect, undivided)[1]) == {100}
 
 
 def test_what_slices_did_not_divide_is_not_planned_for_in_more_of_them():

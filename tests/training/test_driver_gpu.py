@@ -15,6 +15,7 @@ from fake_fit import PLAIN, SIZE, TIGHT, Clock, driven, options, train
 
 from keras_remat.backends.processes import Processes
 from keras_remat.planning import request as door
+from keras_remat.training.shape_state import StepConstraints
 from keras_remat.training.watch import Pace
 
 # ------------------------------------------------------------------ what a GPU does
@@ -245,3 +246,14 @@ def test_without_statistics_plans_are_made_by_predicted_peaks(limit):
         assert trainer.problem.profile.resident_bytes == RESIDENT_BYTES
         assert trainer.plan.predicted.peak_bytes <= TIGHT
         assert "measured peak" not in report.events[-1].message.lower()
+
+
+def test_without_statistics_a_larger_batch_is_planned_by_what_was_recorded():
+    """No measured peak shows that its order, which was made before, takes more."""
+    trainer, report = driven(FakeBackend(has_statistics=False), options(limit=TIGHT))
+    larger = StepConstraints(allow_over_limit=False)
+    with pytest.warns(UserWarning, match="enable_cpu_memory_stats"):
+        trainer.run(batch_of(0, SIZE), larger)
+    for step in range(1, 6):
+        trainer.run(batch_of(step * SIZE, SIZE), larger)
+    assert event_kinds(report)[-2:] == ["swap", "measured"]

@@ -49,15 +49,16 @@ def test_steps_per_epoch_that_do_not_divide_the_data_lose_no_sample():
 
 
 def test_callbacks_that_train_a_batch_of_their_own_end_nothing():
-    """Before an epoch, between the announcement of a batch and its step, and after a step."""
+    """Before the first epoch and a later one, between the announcement of a batch and its step, and
+    after a step."""
     model, remat = counting_model(), autotune(batch_size=35)
     hooks = ("on_epoch_begin", "on_train_batch_end", "on_train_batch_begin")
     before, after, announced = guests = [Guest(hook) for hook in hooks]
-    callbacks = [before, after, remat, announced]
+    callbacks = [Guest("on_epoch_begin", at=0), before, after, remat, announced]
     model.fit(*numbered(200), batch_size=10, epochs=3, verbose=0, callbacks=callbacks)
     assert [guest.calls for guest in guests] == [1, 3, 3]
     assert seen(model, 200) == [3] * 200
-    assert int(model.get_layer("count").seen[999]) == 3 * 7
+    assert int(model.get_layer("count").seen[999]) == 3 * 8
     assert remat.report.batch_size == 35
     assert [epoch.samples for epoch in remat.report.epochs] == [206, 206, 206]
     assert remat.report.epochs[-1].steps == 6 + 2

@@ -107,6 +107,11 @@ def first_plan(backend, what, size):
     return TIGHT if what == backend.lowered[0] else 0
 
 
+def later_plans(backend, what, size):
+    """A schedule that is solved for later takes far more than the first one."""
+    return PLAIN // 4 if what == backend.lowered[0] else 2 * PLAIN
+
+
 # fmt: off
 SCENARIOS = {
     "a plain step that fits is left alone": (
@@ -214,6 +219,12 @@ SCENARIOS = {
         Seen(ran="2 plain, 5 remat, 33 plain",
              events="exceeded exceeded kept tighten swap tighten over-limit",
              warns=PLAIN_GOES_ON, baseline=PLAIN + TIGHT),
+    ),
+    "a plain step that takes more than the first plan did is not tried": (
+        Given(surplus=later_plans, steps=16),
+        Seen(ran="16 remat",
+             events="risk exceeded kept tighten swap tighten over-limit measured",
+             warns=GOES_ON),
     ),
     "a plain step that keeps to the limit after all stays": (
         Given(surplus=by_way(TIGHT - PLAIN, 2 * PLAIN), steps=40),

@@ -60,8 +60,9 @@ def test_improvements_are_valid_and_faster(seed: int) -> None:
 
 
 def test_the_same_seed_gives_the_same_orders() -> None:
-    problem = mixed_problem(49)
-    assert improved(problem, seed=3) == improved(problem, seed=3) != []
+    """Of this seed no round has an order within the budget before it is repaired."""
+    problem = mixed_problem(115)
+    assert improved(problem, seed=115) == improved(problem, seed=115) != []
 
 
 def test_reordering_saves_what_no_recomputation_can() -> None:
