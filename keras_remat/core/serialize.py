@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
         target.write_text(text, encoding="utf-8")
         return
     target = target.resolve()  # a link stays one
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    # ids of processes are the same in several containers, and for several threads
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(target)

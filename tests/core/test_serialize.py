@@ -258,6 +258,20 @@ def test_writing_replaces_whole_files_and_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == ["p.json"]
 
 
+def test_two_writers_of_one_file_do_not_share_a_temporary_one(tmp_path, monkeypatch):
+    """One that wrote all of it puts it in place, while another one begins to write."""
+    file, replace_file = tmp_path / "p.json", Path.replace
+
+    def overtaken(temporary, target):
+        monkeypatch.setattr(Path, "replace", replace_file)
+        write_json({"by": "another"}, file)
+        return temporary.replace(target)
+
+    monkeypatch.setattr(Path, "replace", overtaken)
+    write_json({"by": "one"}, file)
+    assert json.loads(file.read_text()) == {"by": "one"}
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
     pipe = tmp_path / "pipe"
