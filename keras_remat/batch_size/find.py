@@ -122,6 +122,7 @@ def find_max_batch_size(
         lambda batch: traced_as_it_trains(
             model, batch, memory_limit, margin, profile, seed, compilation, target
         ),
+        runs=target is None or target.is_live,
     )
     parts = 1 if step.traced.slicing is None else step.traced.slicing.parts
     bounds = _Bounds(started, time_limit_s, max_overhead, parts, seed)
@@ -307,9 +308,12 @@ def _estimated_in_slices(
 
 
 def _first_that_fits(
-    model: Any, batch: Any, traced: Callable[[Any], tuple[Backend, TracedModel]]
+    model: Any, batch: Any, traced: Callable[[Any], tuple[Backend, TracedModel]], *, runs: bool
 ) -> tuple[Backend, TracedModel]:
     """Traces a batch; where no plan to measure it is found, its first half, quarter and so on.
+
+    Args:
+        runs: whether steps may run. If not, a batch that is made up takes no memory.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -320,7 +324,7 @@ def _first_that_fits(
             return traced(batch)
         except BudgetError as error:
             too_large = error.with_traceback(None)  # its frames hold the step
-            batch = example_batch(model, batch)
+            batch = example_batch(model, batch, seed=0 if runs else None)
             size = batch_size_of(batch) // 2
             if not size:
                 raise

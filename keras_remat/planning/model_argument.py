@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from keras_remat.backends.example_batches import example_batch, fixed_batch
+from keras_remat.backends.example_batches import as_specs, example_batch, fixed_batch
 from keras_remat.backends.statistics import enable_cpu_memory_stats
 from keras_remat.errors import UnknownBatchError
 
@@ -62,7 +62,8 @@ def model_and_batch(
     shapes: Sequence[str] = (),
     dtypes: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-    """Returns a compiled model, and a batch for it: the function's own, or one that is made up.
+    """Returns a compiled model, and a batch for it: the function's own, or specs of one that is
+    made up. Specs take no memory: where a model is planned for a card, nothing reads its data.
 
     Args:
         name: a file, or ``package.module:function``.
@@ -100,6 +101,7 @@ def model_and_batch(
         made = example_batch(
             model,
             batch_size,
+            seed=None,
             shapes={key: _dimensions(text) for key, text in _by_name(shapes, "--shape").items()},
             dtypes={key: _dtype(text) for key, text in _by_name(dtypes, "--dtype").items()},
         )
@@ -108,7 +110,7 @@ def model_and_batch(
         raise NamedModelError(
             f"{error.reason}: give {advice if error.lacks_shapes else _FUNCTION}"
         ) from error
-    return model, made
+    return model, as_specs(made)
 
 
 def _named(module: str, name: str) -> Callable[[], Any]:

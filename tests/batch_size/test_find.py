@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from fake_backend import RESIDENT_BYTES, FakeBackend, batch_of, store_all_peak
 
+from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size import find
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.sizes import RESOLUTION
-from keras_remat.errors import InfeasibleBudgetError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 
 
 def found_on(backend, monkeypatch, *, batch=8, limit=None, **options):
@@ -30,6 +31,20 @@ def test_a_batch_that_does_not_fit_is_halved_until_one_does(monkeypatch, batch):
     found = found_on(FakeBackend(), monkeypatch, batch=batch)
     assert found.max_batch_size > 40
     assert found.plan.measured.peak_bytes <= store_all_peak(40)
+
+
+def test_what_is_halved_for_a_card_takes_no_memory():
+    class TooLarge(SimpleNamespace):
+        shape, dtype = (10**12, 4), np.dtype("float32")
+
+    def traced(batch):
+        if batch_size_of(batch) > 300:
+            raise ScheduleNotFoundError(0, 0)
+        return batch
+
+    batch = (TooLarge(), TooLarge())
+    found = find._first_that_fits(SimpleNamespace(inputs=None), batch, traced, runs=False)
+    assert batch_size_of(found) == 232
 
 
 def test_not_even_one_sample_fits(monkeypatch):
