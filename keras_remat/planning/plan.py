@@ -264,9 +264,11 @@ def _input_difference(planned: Graph, step: Graph) -> str:
     if ours == theirs:
         return ""
     lacks, has = ", ".join(ours - theirs) or "nothing", ", ".join(theirs - ours) or "nothing"
+    is_less = ours.total() < theirs.total()
+    weights = ", with its sample weights, which class_weight makes, too" if is_less else ""
     return (
         f"The plan's step reads {lacks} where this one reads {has}: give make_plan a batch of the "
-        "shapes and dtypes that fit trains."
+        f"shapes and dtypes that fit trains{weights}."
     )
 
 

@@ -165,16 +165,19 @@ def test_plan_fits_its_own_graph_only():
     assert caught.value.graph_fingerprint == chain_problem(SIZE + 1).graph.fingerprint
 
 
-def test_a_plan_for_other_dtypes_says_what_differs():
-    def labelled(dtype):
-        label = Value(0, "y", 64, (16,), dtype)
-        loss = Op(0, "loss", "Loss", (0,), (1,))
-        graph = Graph((loss,), (label, Value(1, "l", 4, (), None, 0)), (1,))
+def test_a_plan_for_other_data_says_what_differs():
+    def reading(*dtypes):
+        data = [Value(i, f"y{i}", 64, (16,), dtype) for i, dtype in enumerate(dtypes)]
+        loss = Op(0, "loss", "Loss", tuple(range(len(data))), (len(data),))
+        graph = Graph((loss,), (*data, Value(len(data), "l", 4, (), None, 0)), (len(data),))
         return Problem(graph, Profile((1.0,), (0,), 100))
 
-    plan = replace(quick_plan(PROBLEM, BUDGET), fingerprint="other", problem=labelled("int32"))
-    with pytest.raises(PlanMismatchError, match=r"reads int32 \(16,\) where .* int64 \(16,\)"):
-        plan.check(labelled("int64"))
+    plan = replace(quick_plan(PROBLEM, BUDGET), fingerprint="other", problem=reading("int32"))
+    other = r"reads int32 \(16,\) where .* int64 \(16,\): .* that fit trains\.$"
+    with pytest.raises(PlanMismatchError, match=other):
+        plan.check(reading("int64"))
+    with pytest.raises(PlanMismatchError, match=r"reads nothing where .* float32 .* class_weight"):
+        plan.check(reading("int32", "float32"))
 
 
 def test_order_that_is_not_legal_is_refused_under_the_right_fingerprint():
