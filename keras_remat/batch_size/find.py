@@ -116,12 +116,11 @@ def find_max_batch_size(
     _check_bound(max_overhead)
     check_seconds("time_limit_s", time_limit_s)
     target, started = target_of(card), time.perf_counter()
+    asked = memory_limit, margin, profile, seed, compilation, target
     backend, step = _first_that_fits(
         model,
         batch,
-        lambda batch: traced_as_it_trains(
-            model, batch, memory_limit, margin, profile, seed, compilation, target
-        ),
+        lambda batch: traced_as_it_trains(model, batch, *asked),
         runs=target is None or target.is_live,
     )
     parts = 1 if step.traced.slicing is None else step.traced.slicing.parts
