@@ -4,6 +4,7 @@ import gc
 import re
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ from keras_remat.backends.base import load_backend
 from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
 from keras_remat.reporting.fit_report import AutotuneReport, load_report
+from keras_remat.training import other_phases
 from keras_remat.training.other_phases import (
     ValidationNeed,
     even_size,
@@ -67,6 +69,64 @@ def test_where_no_batch_keeps_the_limit_it_is_to_be_raised():
 )
 def test_batches_of_one_size_where_that_takes_no_more_than_twice_as_many(samples, most, even):
     assert even_size(samples, most) == even
+
+
+class Validating:
+    """A validation of 720 samples, of which 16 at once keep to the limit."""
+
+    def __init__(self, monkeypatch, *, sample_wise=True, told=False, in_use=RESIDENT_BYTES):
+        self.sizes, self.warned, self.peak_bytes = [], [], 0
+        answers = {
+            "validation_batch_size": 720, "validation_samples": 720, "validation_of_fit": (None,),
+            "validates_sample_wise": sample_wise, "validation_batches_are_told": told,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            monkeypatch.setattr(other_phases, name, lambda model, answer=answer: answer)
+        monkeypatch.setattr(other_phases, "validate_in", lambda *of: self.sizes.append(of[-1]))
+        step = SimpleNamespace(
+            problem=chain_problem(8), traced=SimpleNamespace(whole=None), micro_batches=1
+        )
+        running = SimpleNamespace(costs=step, batch_size=8)
+        fit = SimpleNamespace(
+            limit=Limit(RESIDENT_BYTES + 2 * 16 * SAMPLE_BYTES),
+            record=SimpleNamespace(running=running), note_phase=lambda *numbers: None,
+            warn=lambda *news: self.warned.append(news[-1]), event=lambda *news: None,
+        )  # fmt: skip
+        device = SimpleNamespace(
+            in_use_bytes=lambda: in_use, begin_watch=lambda: None,
+            phase_peak_bytes=lambda: self.peak_bytes,
+        )  # fmt: skip
+        self.validation = other_phases.Validation(None, fit, device)
+
+    def run(self, peak_bytes=0):
+        self.peak_bytes = peak_bytes
+        self.validation.begins()
+        self.validation.ends()
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, [16]),
+        ({"in_use": RESIDENT_BYTES + 16 * SAMPLE_BYTES}, [8]),
+        ({"sample_wise": False}, []),
+        ({"told": True}, []),
+    ],
+)
+def test_validation_is_cut_where_that_changes_no_number_and_nobody_said_how(
+    monkeypatch, given, sizes
+):
+    of = Validating(monkeypatch, **given)
+    of.run()
+    assert of.sizes == sizes
+    assert ["validation_batch_size=16" in text for text in of.warned] == [True] * (not sizes)
+
+
+def test_what_a_validation_takes_above_its_prediction_corrects_the_next(monkeypatch):
+    of = Validating(monkeypatch)
+    for times in (2, 2, 1):
+        of.run(RESIDENT_BYTES + times * 2 * 16 * SAMPLE_BYTES)
+    assert of.sizes == [16, 8, 4]
 
 
 def test_large_data_in_the_memory_that_counts_is_named():
