@@ -231,11 +231,11 @@ class SizeSearch:
         step, failures, most = OPTIONS.first_step, 0, self._ceiling - 1
         for turn in count():
             is_over = self.largest >= most or failures >= OPTIONS.most_failed_steps
-            if is_over or self.work.left_s() <= 0:
+            if is_over or (left_s := self.work.left_s()) <= 0:
                 return
             before = self.largest
             size = min(most, max(before + 1, int(before * (1 + step))))
-            allowed_s = min(solve_s, self.work.left_s())
+            allowed_s = min(solve_s, left_s)
             self.seed += 1
             if turn % 2:
                 self.target_share = OPTIONS.targets[turn // 2 % len(OPTIONS.targets)]

@@ -332,6 +332,23 @@ def test_few_predictions_tell_how_far_an_order_reaches(start, at_most):
 
 
 @pytest.mark.usefixtures("in_python")
+def test_a_deadline_that_passes_between_two_looks_at_the_clock_ends_no_search_in_an_error():
+    class Passing(SearchWork):
+        looks = 0
+
+        def left_s(self):
+            self.looks += 1
+            return 1.0 if self.looks == 1 else 0.0
+
+    one = SizeSearch(
+        chain_problem, Limit(store_all_peak(40)), FakeBackend(), None, 1000, 0, Passing()
+    )
+    one.begin(4, "greedy", 1.0)
+    one.improve_from_best(0.1)
+    assert one.largest >= 40
+
+
+@pytest.mark.usefixtures("in_python")
 def test_steps_from_a_known_order_end_when_none_helps(monkeypatch):
     tried = []
 
