@@ -132,7 +132,8 @@ class AutotuneReport(ReportRecord):
             lines.append("  predicted, not measured: the device's allocator keeps no statistics")
         highest = max((epoch.peak_bytes for epoch in self.epochs), default=0)
         if self.limit_kept and self.limit_bytes is not None and highest > self.limit_bytes:
-            lines.append(f"  before the last plan a step took {_one_decimal(highest)}")
+            before = "an earlier step" if self.plan is None else "before the last plan a step"
+            lines.append(f"  {before} took {_one_decimal(highest)}")
         if self.limit_kept is False:
             lines += self._why_not_kept()
         lines += map(self._phase_row, self.phase_peak_bytes)

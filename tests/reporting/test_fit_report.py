@@ -156,14 +156,17 @@ def test_the_plain_step_alone_has_one_row():
     assert rows[0].endswith("limit KEPT")
 
 
-def test_a_step_over_the_limit_before_the_last_plan_is_told():
+@pytest.mark.parametrize(
+    ("plan", "said"), [(planned(6), "before the last plan a step"), (None, "an earlier step")]
+)
+def test_a_step_over_the_limit_before_the_last_one_is_told(plan, said):
     report = AutotuneReport(
-        limit_bytes=7, plan=planned(6),
+        limit_bytes=7, plan=plan,
         epochs=[EpochUsage(0, 8, 2, 1.0, 2.0, 9, 4), EpochUsage(1, 8, 2, 1.0, 0.0, 6, 4)],
     )  # fmt: skip
     *_, row, told, _ = report.verdict().splitlines()
     assert row.endswith("limit KEPT")
-    assert told == "  before the last plan a step took 9 B"
+    assert told == f"  {said} took 9 B"
 
 
 def test_a_device_that_tells_nothing_has_no_verdict_or_a_predicted_one():
