@@ -97,9 +97,10 @@ class Console:
         if self._verbose == 1:
             self.tick()
             if self._ticking:
-                threading.Thread(
-                    target=self._tick_until, args=(ended,), name="keras_remat", daemon=True
-                ).start()
+                with suppress(RuntimeError):  # without room for a thread, nothing ticks
+                    threading.Thread(
+                        target=self._tick_until, args=(ended,), name="keras_remat", daemon=True
+                    ).start()
         try:
             yield
         finally:

@@ -303,6 +303,16 @@ def test_a_stream_that_takes_nothing_costs_no_training(stream, monkeypatch):
     console.swap_line(plan_like(4, 2), 3)
 
 
+def test_a_process_without_room_for_a_thread_goes_on(monkeypatch):
+    def none_left(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", none_left)
+    console = Console(Stream(terminal=False))
+    with console.task("solving"):
+        console.tick()
+
+
 def test_an_op_that_runs_three_times_is_not_said_to_run_twice():
     stream = Stream(terminal=False)
     Console(stream).swap_line(plan_like(4, 2, order=(0, 1, 0, 2, 0)), 3)
