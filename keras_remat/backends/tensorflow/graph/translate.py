@@ -7,9 +7,10 @@ each needs the others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, reduce
 from graphlib import TopologicalSorter
+from itertools import chain
 from math import prod
 from operator import or_
 from typing import Any
@@ -262,9 +263,20 @@ class Translation:
                 raise UnsupportedModelError(
                     f"The train step's control edges form a cycle through {sorted(cycle)[:3]}."
                 )
-            self.copied_reads |= reads
-            self.folded = self.folded - reads
-            self.views.clear()
+            self._copy(reads)
+
+    def _copy(self, reads: Set[str]) -> None:
+        """Makes some reads of variables ops with a value of their own."""
+        self.copied_reads |= reads
+        self.folded = self.folded - reads
+        self.views.clear()
+
+    def _returned_before_write(self, outputs: Iterable[str]) -> set[str]:
+        """Returns the reads of variables that the step returns and then overwrites. No reader keeps
+        the write waiting for them."""
+        returned = set(map(node_of, outputs))
+        behind = returned.union(*map(self._folded_behind, returned))
+        return behind.intersection(chain.from_iterable(self._reads_before_write.values()))
 
     def _phases(
         self, order: list[str], data: Mapping[str, set[str]], after: Mapping[str, set[str]]
@@ -298,6 +310,7 @@ class Translation:
         }
 
     def step(self, outputs: tuple[str, ...], **rest: Any) -> TensorFlowStep:
+        self._copy(self._returned_before_write(outputs) & self.folded)
         order, data, after = self._ordered()
         phases = self._phases(order, data, after)
         ids = {name: at for at, name in enumerate(order)}

@@ -441,6 +441,33 @@ def test_a_check_whose_result_nobody_reads_runs_once_and_what_follows_it_waits()
     assert check.id in printed.after
 
 
+class Returns(keras.Sequential):
+    """Its step writes a variable, returns it, and writes it again."""
+
+    def train_step(self, data):
+        if not hasattr(self, "total"):
+            self.total = tf.Variable(tf.zeros((64, 64)), trainable=False)
+        logs = super().train_step(data)
+        self.total.assign_add(tf.ones((64, 64)))
+        logs["total"] = tf.identity(self.total)
+        self.total.assign(self.total * 0.5)
+        return logs
+
+
+def test_what_a_step_returns_is_read_before_it_is_overwritten():
+    def make():
+        model = Returns([layers.Input((3,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model, (np.ones((2, 3), "float32"), np.ones((2, 1), "float32"))
+
+    graph = traced_model(make)[1].graph
+    (returned,) = (v for v in graph.outputs if graph.values[v].shape == (64, 64))
+    read = graph.values[returned].producer
+    (before,) = graph.ops[read].after
+    assert graph.ops[before].kind == "AssignAddVariableOp"
+    assert any(read in op.after and op.kind == "AssignVariableOp" for op in graph.ops)
+
+
 def graphs_with_ops():
     gc.collect()
     return sum(isinstance(one, tf.Graph) and bool(one.get_operations()) for one in gc.get_objects())
