@@ -66,13 +66,15 @@ def batch_counts(
 def _count(nodes: Mapping[str, Any], division: Any, sizes: Collection[int | None]) -> float | None:
     """Returns the divisor of a division if it is a count of the batch."""
     divisor = nodes[node_of(data_inputs(division)[1])]
-    passed = False
+    passed = is_product = False
     while divisor.op in _PASSED:
-        passed = True
+        passed, is_product = True, is_product or divisor.op == "Prod"
         divisor = nodes[node_of(data_inputs(divisor)[0])]
     if divisor.op != "Const":
         return None
     shape = tf.make_ndarray(divisor.attr["value"].tensor)
+    if shape.size != 1 and not (is_product and shape.ndim == 1):
+        return None  # each column has a divisor of its own
     if passed and np.issubdtype(shape.dtype, np.integer):
         is_count = bool(shape.size) and int(shape.flat[0]) in sizes
     else:

@@ -19,16 +19,19 @@ from keras_remat.core.schedule import Schedule
 
 BACKEND = backend()
 BATCH, ROWS, WIDTH = 6, 7, 12  # no power of two among the counts
+INTS = [*range(BATCH, BATCH + WIDTH)]
 
 
 def make():
-    """A model whose layers divide by counts of the batch and by captured constants."""
+    """A model whose layers divide by counts of the batch, by captured constants, and by ints of
+    which the first is the batch size."""
     keras.utils.set_random_seed(0)
     layers = keras.layers
     inputs = keras.Input((ROWS, WIDTH))
     x = layers.Normalization(mean=[0.4] * WIDTH, variance=[0.07] * WIDTH)(inputs)
     for _ in range(2):
         x = layers.Dense(WIDTH, activation="tanh")(x)
+        x = layers.Lambda(lambda x: x / tf.cast(tf.constant(INTS), x.dtype))(x)
         x = layers.BatchNormalization()(x)
         x = layers.LayerNormalization()(x)
     x = layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(x))
