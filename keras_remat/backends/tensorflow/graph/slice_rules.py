@@ -192,7 +192,9 @@ def _reduction(op: Operands) -> Found:
         return ("part", "whole"), "part"
     if op.node.op == "Sum":
         return ("part", "whole"), "sum"
-    return (("part", "whole"), "mean") if op.node.op == "Mean" else None
+    if op.node.op != "Mean" or tf.as_dtype(op.node.attr["T"].type).is_integer:
+        return None  # a mean of ints is cut off after its point
+    return ("part", "whole"), "mean"
 
 
 def _along_another_axis(op: Operands) -> Found:

@@ -49,6 +49,7 @@ OPS = [
     (lambda x: tf.reduce_sum(x, [0]), [(4, 3)], "sum"),
     (lambda x: tf.reduce_sum(x, [-2, 1], keepdims=True), [(4, 3)], "sum"),
     (lambda x: tf.reduce_mean(x, [1, 0]), [(4, 3)], "mean"),
+    (lambda x: tf.reduce_mean(tf.cast(9 * x, tf.int32), 0), [(4, 3)], None),
     (lambda x: tf.reduce_max(x, 0), [(4, 3)], None),
     (lambda x: tf.reduce_prod(x, [0, 1]), [(4, 3)], None),
     (lambda x: RAW.ArgMax(input=x, dimension=1), [(4, 3)], "part"),
