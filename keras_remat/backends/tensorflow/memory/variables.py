@@ -25,6 +25,9 @@ from keras_remat.backends.tensorflow.profiler.device import on_gpu
 
 #: Alignment of tensors by the CPU's kernels and allocator.
 _ALIGNMENT_BYTES = 64
+#: Types that TensorFlow does not cast to bytes: booleans, and small numbers (``float8_e5m2``).
+_SMALL_TYPES = (one for one in vars(tf.dtypes.experimental).values() if isinstance(one, tf.DType))
+_NOT_CAST = frozenset({tf.bool, *_SMALL_TYPES})
 
 
 def snapshot(variables: Sequence[Any], updated: Collection[int] = ()) -> Callable[[], None]:
@@ -70,7 +73,7 @@ def snapshot(variables: Sequence[Any], updated: Collection[int] = ()) -> Callabl
 
 
 def _is_large(variable: Any) -> bool:
-    is_one = variable.dtype != tf.bool and variable.shape.is_fully_defined()
+    is_one = variable.dtype not in _NOT_CAST and variable.shape.is_fully_defined()
     return bool(is_one and nbytes(variable) >= ONEDNN_SMALL_BYTES)
 
 

@@ -11,7 +11,7 @@ from keras_remat.backends.tensorflow.memory.donated import nbytes
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
 from keras_remat.units import KIB, MIB
 
-DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "uint8", "bool")
+DTYPES = ("float32", "float16", "bfloat16", "float64", "float8_e5m2", "int8", "int32", "bool")
 on_cpu = pytest.mark.skipif(
     bool(tf.config.list_physical_devices("GPU")), reason="the pool of a GPU is not told"
 )
