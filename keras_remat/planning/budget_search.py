@@ -32,7 +32,7 @@ from keras_remat.planning.budget_candidate import (
 )
 from keras_remat.planning.compilations import Compilations
 from keras_remat.planning.quick_orders import QUICK, quick_orders
-from keras_remat.solvers import solve
+from keras_remat.solvers import solve_through as solve
 from keras_remat.solvers.search import nearby
 
 

@@ -94,6 +94,9 @@ def solve(
 ) -> Solution:
     """Solves a problem with a named solver.
 
+    ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one, the
+    interrupt is raised.
+
     Args:
         problem: its ``budget_bytes`` is the limit; ``None`` means none.
         solver: a name in ``SOLVERS``.
@@ -113,6 +116,39 @@ def solve(
             its seconds to almost 0.
         ScheduleNotFoundError: no schedule was found, but it is not proved that none fits.
         ValueError, TypeError: wrong arguments.
+    """
+    best: Solution | None = None
+
+    def told(solution: Solution) -> None:
+        nonlocal best
+        best = solution
+        if progress is not None:
+            progress(solution)
+
+    try:
+        return solve_through(
+            problem, solver=solver, time_limit_s=time_limit_s, seed=seed, progress=told,
+            patience=patience,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        return best
+
+
+@without_inner_frames
+def solve_through(
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Callable[[Solution], None] | None = None,
+    patience: float = 1.0,
+) -> Solution:
+    """Solves as :func:`solve` does, but every ``KeyboardInterrupt`` is raised.
+
+    So it is in a ``fit``, where Ctrl-C is to end the training.
     """
     check_name("solver", solver, SOLVERS)
     check_seconds("time_limit_s", time_limit_s)

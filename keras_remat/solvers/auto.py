@@ -26,9 +26,8 @@ back where there is room (:mod:`keras_remat.solvers.orders.trim`).
 
 ``benchmarks/arms.py`` measures what each step is worth (``benchmarks/results/arms.md``).
 
-Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
-``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one, the
-interrupt is raised. The bound is that of step 3 or 7; both hold for every legal order.
+Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts. The bound
+is that of step 3 or 7; both hold for every legal order.
 
 All steps but 3 and 7 end by counted work (:func:`keras_remat.core.deadline.work_budget_s`), and a
 schedule replaces another only if it is faster by more than the tolerance of the proofs. So the same
@@ -129,11 +128,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     Raises:
         InfeasibleBudgetError: it is proved that no schedule fits.
     """
-    try:
-        _Search(incumbent, seed).run()
-    except KeyboardInterrupt:
-        if incumbent.order is None:
-            raise
+    _Search(incumbent, seed).run()
 
 
 class _Search:

@@ -18,6 +18,7 @@ from random_problems import (
     with_budget_fraction,
 )
 
+from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
@@ -25,6 +26,7 @@ from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.planning.calibrated_solve import within_budget
 from keras_remat.solvers import SOLVERS, auto, solve
 from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import reorder
@@ -142,6 +144,8 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     problem = chain_problem(12).with_budget(9)
     solution = solve(problem, time_limit_s=5)
     assert solution.solver in ("greedy", "dtr", "anneal")
+    with pytest.raises(KeyboardInterrupt):  # a plan for a fit, which the interrupt is to end
+        within_budget(problem, 9, SimulatedMemory())
     monkeypatch.setattr(auto.greedy, "candidates", interrupted)
     with pytest.raises(KeyboardInterrupt):
         solve(problem, time_limit_s=5)
