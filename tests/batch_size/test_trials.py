@@ -68,6 +68,8 @@ def test_what_was_measured_above_the_prediction_is_taken_off(share):
     assert found.max_batch_size < search.max_batch_size
     assert dict(trained)[found.max_batch_size] <= BUDGET
     assert found.plan.measured.peak_bytes == dict(trained)[found.max_batch_size]
+    failed = min((size, peak) for size, peak in trained if peak > BUDGET)
+    assert (found.failed_batch_size, found.failed_peak_bytes) == failed
     assert len(trained) <= MOST_SIZES
 
 
