@@ -73,8 +73,7 @@ class _Writer(ProgramWriter[JaxTracedStep]):
 
     def _source(self, one: SlicedEquation, part: int) -> Any:
         """Returns the jaxpr equation of a part; all parts share one, except of random bits."""
-        drawn = self._step.program.equations[one.at].kind == RANDOM and not one.is_whole
-        key = one, part if drawn else 0
+        key = one, part if _draws(self._step.program, one) else 0
         if key not in self._sources:
             self._sources[key] = part_source(self._step.program, one, self._count, key[1])
         return self._sources[key]
@@ -106,6 +105,14 @@ def part_aval(aval: Any, mode: Mode, count: int) -> Any:
     return aval.update(shape=tuple(shape))
 
 
+def _draws(program: FlatProgram, one: SlicedEquation) -> bool:
+    """Returns whether a part of an equation draws its own part of random bits, also in the body of
+    a loop."""
+    if one.loop is not None:
+        return any(_draws(one.loop.body, inner) for inner in one.loop.equations)
+    return program.equations[one.at].kind == RANDOM and not one.is_whole
+
+
 def part_source(program: FlatProgram, one: SlicedEquation, count: int, part: int) -> Any:
     """Returns the jaxpr equation of one part of an equation.
 
@@ -127,16 +134,16 @@ def part_source(program: FlatProgram, one: SlicedEquation, count: int, part: int
     if equation.kind == RANDOM:
         return private.bits_equation(given[0], made[0], part * prod(made[0].shape))
     if equation.kind == SCAN and one.loop is not None:
-        params = equation.source.params | {"jaxpr": _part_of_body(one.loop, equation, count)}
+        params = equation.source.params | {"jaxpr": _part_of_body(one.loop, equation, count, part)}
     else:
         params = part_params(equation, one.inputs, given, made[0].shape)
     return private.with_shapes(equation.source, params, given, made)
 
 
-def _part_of_body(loop: Loop, equation: Equation, count: int) -> Any:
+def _part_of_body(loop: Loop, equation: Equation, count: int, part: int) -> Any:
     """Returns the body of a loop for one part."""
     body, params = loop.body, equation.source.params
-    sources = {one.at: part_source(body, one, count, 0) for one in loop.equations}
+    sources = {one.at: part_source(body, one, count, part) for one in loop.equations}
     first_row = sum(private.scan_counts(params))
 
     def run(*inputs: Any) -> list[Any]:

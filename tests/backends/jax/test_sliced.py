@@ -33,6 +33,20 @@ def rolled():
     return models.compiled(keras.Model(inputs, keras.layers.Dense(10)(x)))
 
 
+def noisy_loop():
+    """A loop that draws noise in every round."""
+
+    def noisy(x):
+        def once(x, key):
+            return jnp.tanh(x + jax.random.normal(key, x.shape)), None
+
+        return jax.lax.scan(once, x, jax.random.split(jax.random.key(0), 3))[0]
+
+    inputs = keras.layers.Input((8,))
+    x = keras.layers.Lambda(noisy)(keras.layers.Dense(16)(inputs))
+    return models.compiled(keras.Model(inputs, keras.layers.Dense(10)(x)))
+
+
 def traced(model, batch, on=None):
     made = on or backend()
     return made.trace(model, made.example_batch(model, batch))
@@ -56,7 +70,14 @@ def cut(value, mode, part):
 
 
 @pytest.mark.parametrize(
-    "build", [pytest.param(models.pooled, marks=pytest.mark.slow), models.recurrent, head, rolled]
+    "build",
+    [
+        pytest.param(models.pooled, marks=pytest.mark.slow),
+        models.recurrent,
+        head,
+        rolled,
+        noisy_loop,
+    ],
 )
 def test_each_equation_runs_on_a_part(build):
     """Equation by equation, on what the step computes: parts are parts to the bit, and terms of a
@@ -99,6 +120,7 @@ def test_each_equation_runs_on_a_part(build):
         models.recurrent: {"scan", "transpose", "random_bits"},
         head: {"gather", "scatter-add", "random_bits", "dot_general"},
         rolled: {"concatenate", "slice", "scatter-add"},
+        noisy_loop: {"scan"},
     }[build]  # fmt: skip
     assert wanted <= kinds
 
