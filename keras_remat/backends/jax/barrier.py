@@ -48,7 +48,10 @@ def first_bits(x: Any) -> jax.Array:
     if jnp.issubdtype(element.dtype, jnp.complexfloating):
         element = lax.real(element)
     if jnp.issubdtype(element.dtype, jnp.floating):
-        element = lax.bitcast_convert_type(element, f"uint{8 * element.dtype.itemsize}")
+        bits = min(8 * element.dtype.itemsize, 32)  # a step of 32 bits may have no wider integers
+        element = lax.bitcast_convert_type(element, f"uint{bits}")
+    if element.ndim:
+        element = lax.index_in_dim(element, 0, keepdims=False)
     return lax.convert_element_type(element, jnp.uint32)
 
 

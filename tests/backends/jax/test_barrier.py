@@ -39,6 +39,17 @@ def test_any_dtype_triggers(trigger):
     assert not bool(jax.jit(lambda t: never([t, jnp.zeros(2)]))(trigger))
 
 
+def test_a_value_of_64_bits_triggers_and_is_guarded_in_a_step_of_32():
+    def step(x):
+        with jax.enable_x64(True):
+            wide = x.astype("float64") * 0.1
+        return guard(wide, never([wide])), wide
+
+    kept, wide = map(np.asarray, jax.jit(step)(jnp.arange(3.0)))
+    assert kept.dtype == "float64"
+    np.testing.assert_array_equal(kept, wide)
+
+
 def test_keys_are_guarded():
     key = jax.random.key(3)
     kept = jax.jit(lambda k, t: guard(k, never([t])))(key, jnp.ones(2))
