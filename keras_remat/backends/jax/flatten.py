@@ -122,7 +122,7 @@ def flatten(closed: Any, *, as_slices: bool = False) -> FlatProgram:
             key = _identity(eqn, inputs)
             if key not in computed:
                 computed[key] = tuple(number(v.aval) for v in eqn.outvars)
-                effect = bool(eqn.effects)
+                effect = private.has_effect(eqn)
                 equations.append(
                     Equation(eqn, _kind(eqn), inner_scope, tuple(inputs), computed[key], effect)
                 )
@@ -153,7 +153,7 @@ def _identity(eqn: Any, inputs: Sequence[Any]) -> Any:
     except TypeError:
         return object()
     known = tuple(a if isinstance(a, int) else _literal_identity(a) for a in inputs)
-    return object() if eqn.effects else (eqn.primitive, parameters, known)
+    return object() if private.has_effect(eqn) else (eqn.primitive, parameters, known)
 
 
 def _literal_identity(literal: Any) -> Any:

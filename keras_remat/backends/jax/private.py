@@ -6,7 +6,8 @@ from Keras: ``_purge_model_variables``, ``_update_metrics_variables``, ``_jax_st
 lists of variables the JAX trainer carries as state, in its order, and whether its JAX backend knows
 cuDNN's LSTM. Of ``jax.distributed`` the client of its key-value store; of ``jax.lax`` the gradient
 of pooling with a start value of its own; and of JAX's own path from a module to a compiled step its
-last half (``mlir``, ``compiler``, ``xla_client``), and the error of a compiled step with a NaN.
+last half (``mlir``, ``compiler``, ``xla_client``), the error of a compiled step with a NaN, and
+the abstract value of a mutable array.
 When a new version moves one of these, this is the file to mend: one file, though long.
 """
 
@@ -28,6 +29,7 @@ from jax._src import api_util, compiler, distributed
 from jax._src.interpreters import mlir
 from jax._src.lax import windowed_reductions
 from jax._src.lib import xla_client
+from jax._src.state.types import AbstractRef
 from jax.extend import core
 from keras.src.backend.jax import rnn as keras_rnn
 
@@ -94,6 +96,12 @@ def is_identity(eqn: Any, scope: str) -> bool:
     """
     name = eqn.primitive.name
     return name == "name" or (name == "optimization_barrier" and is_backward(scope))
+
+
+def has_effect(eqn: Any) -> bool:
+    """Returns whether an equation does more than compute its outputs from its inputs, as one does
+    whose random numbers come from a state of the device."""
+    return bool(eqn.effects) or eqn.primitive.name == "rng_uniform"
 
 
 def is_backward(scope: str) -> bool:
@@ -321,9 +329,14 @@ def has_cudnn_lstm() -> bool:
     return hasattr(keras_rnn, "_is_gpu_available")
 
 
-def is_ref(constant: Any) -> bool:
-    """Returns whether a constant of a step is a mutable array."""
-    return isinstance(constant, jax.Ref)
+def is_ref(value: Any) -> bool:
+    """Returns whether a constant or a value of a step is a mutable array."""
+    return isinstance(value, jax.Ref)
+
+
+def is_of_ref(aval: Any) -> bool:
+    """Returns whether an abstract value is that of a mutable array."""
+    return isinstance(aval, AbstractRef)
 
 
 #: Raised by a compiled step if JAX looks for NaNs (``jax_debug_nans``) and finds one.

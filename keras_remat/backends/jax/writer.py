@@ -62,6 +62,13 @@ class JaxWriter(Writer):
     def given(self, values: Sequence[Any]) -> None:
         """Takes the step's inputs and constants, by number."""
 
+    def may_trigger(self, number: int) -> bool:
+        """Returns whether a value is no mutable array: those are read by their own equations."""
+        return not private.is_of_ref(self._program.avals[number])
+
+    def may_guard(self, equation: Equation, value: Any) -> bool:
+        return not private.is_ref(value)
+
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
         with jax.named_scope(equation.scope):
@@ -237,7 +244,7 @@ class ShardedWriter(JaxWriter):
     def may_trigger(self, number: int) -> bool:
         """Returns whether every device has its own part of a value. Waiting for a value that they
         add up together would keep XLA from adding all of them up at once."""
-        return any(self._layouts[number])
+        return super().may_trigger(number) and any(self._layouts[number])
 
     def given(self, values: Sequence[Any]) -> None:
         self._known.update((id(v), (v, self._layouts[at])) for at, v in enumerate(values))

@@ -234,6 +234,15 @@ def test_an_output_that_was_merged_is_the_first_one():
     assert program.outputs == (1, 1)
 
 
+def test_numbers_drawn_from_a_state_of_the_device_are_drawn_once_each():
+    def draw(x):
+        first, second = (jax.lax.rng_uniform(0.0, 1.0, x.shape) for _ in range(2))
+        return x + first - second
+
+    drawn = [e.has_effect for e in flat(draw).equations if e.kind == "rng_uniform"]
+    assert drawn == [True, True]
+
+
 def test_equal_effects_all_happen():
     def function(x):
         jax.debug.print("{}", x)

@@ -186,6 +186,28 @@ def test_sums_that_run_again_exist(monkeypatch):
     assert pinned <= 0.9 * without
 
 
+def test_mutable_arrays_of_the_step_are_neither_waited_for_nor_guarded():
+    """Results that wait for a recomputation come right after the array."""
+
+    def counted(x):
+        twice = jax.new_ref(x)
+        twice[...] *= 2.0
+        return x + jax.lax.stop_gradient(twice[...])
+
+    inputs = layers.Input((8,))
+    x = layers.Lambda(counted)(layers.Dense(256, activation="tanh")(inputs))
+    model = models.compiled(keras.Model(inputs, layers.Dense(10)(x)))
+    batch = models.batch(model)
+    traced = trace(model, batch)
+    made = next(op.id for op in traced.graph.ops if "ref" in op.kind)
+    first = next(op.id for op in traced.graph.ops if op.kind == "tanh")
+    order = [op.id for op in traced.graph.ops]
+    order.insert(order.index(made) + 1, first)
+    steps = lower_plain(traced), lower(traced, Schedule(order))
+    (expected, _), (losses, _) = (train(one, state_values(model), [batch]) for one in steps)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
 def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():
     """An infinite target makes the newest gradients NaN; what the plain step keeps finite must stay
     finite."""
