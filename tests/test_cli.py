@@ -14,6 +14,7 @@ import pytest
 from own_process import output_of
 
 import keras_remat
+from keras_remat import cli
 from keras_remat.cli import main
 from keras_remat.core.graph import Graph, chain_example
 from keras_remat.core.problem import Problem
@@ -90,6 +91,17 @@ def test_budgets_that_do_not_work(
 def test_none_found(problem_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", problem_file, "--budget", "7", "--solver", "store_all"]) == 4
     assert "no schedule found" in capsys.readouterr().err
+
+
+def test_what_no_memory_is_left_for_is_told(
+    problem_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: object) -> int:
+        raise MemoryError("Unable to allocate 5.82 TiB")
+
+    monkeypatch.setattr(cli, "_run_solve", full)
+    assert main(["solve", problem_file, "--budget", "7"]) == 2
+    assert "this computer has too little memory for that: Unable" in capsys.readouterr().err
 
 
 def test_wrong_use(problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,10 @@ def _loaded(name: str) -> tuple[Any, Any]:
     elif not Path(name).exists():
         raise FileNotFoundError(f"no file {name!r}; {_A_MODEL}")
     else:
-        model = keras.saving.load_model(name)
+        try:
+            model = keras.saving.load_model(name)
+        except KeyError as error:  # an archive of something else
+            raise NamedModelError(f"{name!r} holds no model of Keras: {error.args[0]}") from error
     if not isinstance(model, keras.Model):
         raise NamedModelError(f"{name!r} gave {type(model).__name__}; {_A_MODEL}")
     if not model.compiled:

@@ -1,5 +1,6 @@
 """A model and its batch by name: what is made up, what is given, and sentences for the rest."""
 
+import zipfile
 from pathlib import Path
 
 import keras
@@ -132,3 +133,7 @@ def test_files():
     assert model_and_batch("compiled.keras")[1][0].shape == (32, 5)
     with pytest.raises(FileNotFoundError, match="no file"):
         model_and_batch(str(Path("nowhere.keras")))
+    with zipfile.ZipFile("other.keras", "w") as archive:
+        archive.writestr("notes.txt", "")
+    with pytest.raises(ValueError, match=r"'other\.keras' holds no model of Keras: .*config\.json"):
+        model_and_batch("other.keras")
