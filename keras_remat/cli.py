@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OverflowError as error:
         return _fail(f"a number is too large to compute with: {error}", WRONG_USE)
     except MemoryError as error:
-        return _fail(f"this computer has too little memory for that: {error}", WRONG_USE)
+        told = "free some, or give a smaller --batch-size"
+        return _fail(f"this computer has too little memory ({error}): {told}", WRONG_USE)
     except (RematError, ImportError, OSError, ValueError, TypeError) as error:
         return _fail(error, WRONG_USE)
 

@@ -101,7 +101,7 @@ def test_what_no_memory_is_left_for_is_told(
 
     monkeypatch.setattr(cli, "_run_solve", full)
     assert main(["solve", problem_file, "--budget", "7"]) == 2
-    assert "this computer has too little memory for that: Unable" in capsys.readouterr().err
+    assert "too little memory (Unable to allocate 5.82 TiB): free some" in capsys.readouterr().err
 
 
 def test_wrong_use(problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,13 @@ def map_arrays(function: Callable[[Any], Any], batch: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), batch)
 
 
+def as_specs(batch: Any) -> Any:
+    """Returns the shapes and dtypes of a batch's arrays, as Keras's symbolic tensors."""
+    import keras
+
+    return map_arrays(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), batch)
+
+
 def repeated_batch(batch: Any, size: int) -> Any:
     """Returns a batch of ``size`` samples that repeats the samples of ``batch``, in order.
 

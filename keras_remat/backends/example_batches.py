@@ -73,16 +73,6 @@ def example_batch(
     return arrays
 
 
-def as_specs(batch: Any) -> Any:
-    """Returns shapes and dtypes of a batch's arrays, as :func:`example_batch` takes them."""
-    import keras
-
-    def spec(leaf: Any) -> Any:
-        return None if leaf is None else keras.KerasTensor(leaf.shape, leaf.dtype.name)
-
-    return keras.tree.map_structure(spec, batch)
-
-
 def check_shapes(model: Any, batch: Any) -> None:
     """Raises :class:`ValueError` where arrays do not have the shapes of the model's inputs.
 

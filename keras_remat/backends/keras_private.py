@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_remat.backends.batches import map_arrays
+from keras_remat.backends.batches import as_specs
 
 #: Name of Keras's seed generator among its global attributes; newer versions have a constant for
 #: it.
@@ -70,7 +70,7 @@ def build_losses_and_metrics(model: Any, batch: Any) -> None:
     targets = keras.utils.unpack_x_y_sample_weight(batch)[1]
     if targets is None:
         return
-    targets = map_arrays(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), targets)
+    targets = as_specs(targets)
     losses, metrics = model._compile_loss, model._compile_metrics
     for_losses = _in_structure_of(outputs, targets)
     if losses is not None and not losses.built and for_losses is not None:

@@ -165,8 +165,7 @@ class SizeChooser:
         help, because a faster order fills the same bytes: so the bytes shrink as the sizes do.
         """
         error = 0
-        least_margin = self.next_margin if self.runs else self.first_margin
-        limit = replace(limit, margin=max(limit.margin, least_margin))
+        limit = limit.with_least_margin(self.next_margin if self.runs else self.first_margin)
         if self.newest is not None:
             size, plan, peak = self.newest
             problem, predicted = scaling.at(size), plan.predicted.peak_bytes

@@ -51,6 +51,10 @@ class Limit:
         """Returns the limit for a device that turned out to have less; a limit never rises."""
         return replace(self, total_bytes=max(1, min(self.total_bytes, to_bytes)))
 
+    def with_least_margin(self, margin: float) -> Limit:
+        """Returns the limit whose predictions keep at least this share free."""
+        return replace(self, margin=max(self.margin, margin))
+
     def reserving(self, nbytes: int) -> Limit:
         """Returns the limit with ``nbytes`` less for the step."""
         return replace(self, reserved_bytes=self.reserved_bytes + nbytes)

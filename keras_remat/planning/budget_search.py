@@ -32,7 +32,7 @@ from keras_remat.planning.budget_candidate import (
 )
 from keras_remat.planning.compilations import Compilations
 from keras_remat.planning.quick_orders import QUICK, quick_orders
-from keras_remat.solvers import solve_through as solve
+from keras_remat.solvers import solve
 from keras_remat.solvers.search import nearby
 
 
@@ -261,6 +261,7 @@ class BudgetSearch:
             solve(
                 problem, solver=self._solver, time_limit_s=time_limit_s, seed=self._seed,
                 progress=seen.append, patience=patience,
+                keep_on_interrupt=False,  # Ctrl-C is to end a fit
             )  # fmt: skip
         except ScheduleNotFoundError:
             if known is not None:

@@ -13,7 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from keras_remat.backends.example_batches import as_specs, example_batch, fixed_batch
+from keras_remat.backends.batches import as_specs
+from keras_remat.backends.example_batches import example_batch, fixed_batch
 from keras_remat.backends.statistics import enable_cpu_memory_stats
 from keras_remat.errors import UnknownBatchError
 
@@ -144,7 +145,8 @@ def _loaded(name: str) -> tuple[Any, Any]:
         try:
             model = keras.saving.load_model(name)
         except KeyError as error:  # an archive of something else
-            raise NamedModelError(f"{name!r} holds no model of Keras: {error.args[0]}") from error
+            told = f"{name!r} holds no model of Keras ({error.args[0]}); {_A_MODEL}"
+            raise NamedModelError(told) from error
     if not isinstance(model, keras.Model):
         raise NamedModelError(f"{name!r} gave {type(model).__name__}; {_A_MODEL}")
     if not model.compiled:

@@ -91,11 +91,9 @@ def solve(
     seed: int = 0,
     progress: Callable[[Solution], None] | None = None,
     patience: float = 1.0,
+    keep_on_interrupt: bool = True,
 ) -> Solution:
     """Solves a problem with a named solver.
-
-    ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one, the
-    interrupt is raised.
 
     Args:
         problem: its ``budget_bytes`` is the limit; ``None`` means none.
@@ -106,6 +104,8 @@ def solve(
             with the solution that is returned.
         patience: factor on the time limit. The clock ends work that is counted by the limit only
             after that many times as long, for machines that are busy with other things.
+        keep_on_interrupt: whether Ctrl-C ends the search and keeps the best schedule. If not, or
+            before there is one, ``KeyboardInterrupt`` is raised.
 
     Returns:
         A solution whose schedule is legal, within the budget, with ``usage`` filled in.
@@ -117,57 +117,29 @@ def solve(
         ScheduleNotFoundError: no schedule was found, but it is not proved that none fits.
         ValueError, TypeError: wrong arguments.
     """
-    best: Solution | None = None
-
-    def told(solution: Solution) -> None:
-        nonlocal best
-        best = solution
-        if progress is not None:
-            progress(solution)
-
-    try:
-        return solve_through(
-            problem, solver=solver, time_limit_s=time_limit_s, seed=seed, progress=told,
-            patience=patience,
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        if best is None:
-            raise
-        return best
-
-
-@without_inner_frames
-def solve_through(
-    problem: Problem,
-    *,
-    solver: str = "auto",
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Callable[[Solution], None] | None = None,
-    patience: float = 1.0,
-) -> Solution:
-    """Solves as :func:`solve` does, but every ``KeyboardInterrupt`` is raised.
-
-    So it is in a ``fit``, where Ctrl-C is to end the training.
-    """
     check_name("solver", solver, SOLVERS)
     check_seconds("time_limit_s", time_limit_s)
     check_int("seed", seed, least=0)
     check_floor(problem)
     _check_sums(problem)
+    best: Solution | None = None
 
     def told(solution: Solution) -> None:
+        nonlocal best
         validate(problem, solution.schedule)
+        best = solution
         if progress is not None:
             progress(solution)
 
-    solution = SOLVERS[solver](
-        problem,
-        time_limit_s=float(time_limit_s),  # NumPy's numbers do not go into JSON, for one
-        seed=int(seed),
-        progress=None if progress is None else told,
-        patience=patience,
-    )
+    try:
+        solution = SOLVERS[solver](
+            problem, time_limit_s=float(time_limit_s), seed=int(seed),  # Python's, for JSON, too
+            progress=told, patience=patience,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        if best is None or not keep_on_interrupt:
+            raise
+        return best
     solution = replace(solution, usage=simulate(problem, solution.schedule))
     told(solution)
     return solution

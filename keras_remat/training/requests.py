@@ -102,8 +102,8 @@ class PlanRequests:
             most_s: seconds that the full solver may take.
         """
         problem, seconds = costs.problem, self._options.solver_time_limit_s
-        limit, least_margin = self._fit.limit, shape.constraints.least_margin
-        within = replace(limit, margin=max(limit.margin, least_margin)).usable_bytes
+        limit = self._fit.limit
+        within = limit.with_least_margin(shape.constraints.least_margin)
         is_final = is_final or not self._backend.measures_op_times
         orders = {
             plan.solution.schedule
@@ -115,7 +115,7 @@ class PlanRequests:
             problem, shape.batch_size,
             seconds=min(seconds, most_s) if is_final else seconds,
             is_quick=not is_final, known=running,
-            headroom_bytes=max(headroom, limit.usable_bytes - within),
+            headroom_bytes=max(headroom, limit.usable_bytes - within.usable_bytes),
         )  # fmt: skip
 
     def not_found(self, problem: Problem, peak_bytes: int | None = None) -> ScheduleNotFoundError:

@@ -69,9 +69,9 @@ def stack(path, blocks=2):
     return compiled(model, path), data
 
 
-def compiled(model, path, metrics=()):
+def compiled(model, path, metrics=(), loss=LOSS):
     how = {"jit_compile": path == "compiled"} if FRAMEWORK == "tensorflow" else {}
-    model.compile("sgd", LOSS, metrics=list(metrics), **how)
+    model.compile("sgd", loss, metrics=list(metrics), **how)
     return model
 
 
@@ -238,8 +238,7 @@ def test_a_plan_of_a_step_with_two_losses_is_for_fit(path, samples):
     """Keras counts both losses by samples where its own step knows how many there are."""
     inputs = keras.Input((8,))
     model = keras.Model(inputs, [layers.Dense(2)(inputs), layers.Dense(3)(inputs)])
-    how = {"jit_compile": path == "compiled"} if FRAMEWORK == "tensorflow" else {}
-    model.compile("sgd", ["mse", "mse"], **how)
+    compiled(model, path, loss=["mse", "mse"])
     x, *y = (np.ones((samples, size), "float32") for size in (8, 2, 3))
     batch = x[:SAMPLES], [part[:SAMPLES] for part in y]
     how = {"solver": "greedy", "profile": "estimated", "compilation": path}

@@ -135,5 +135,5 @@ def test_files():
         model_and_batch(str(Path("nowhere.keras")))
     with zipfile.ZipFile("other.keras", "w") as archive:
         archive.writestr("notes.txt", "")
-    with pytest.raises(ValueError, match=r"'other\.keras' holds no model of Keras: .*config\.json"):
+    with pytest.raises(ValueError, match=r"other\.keras' holds no model of Keras \(.*config\.json"):
         model_and_batch("other.keras")

@@ -26,8 +26,9 @@ from keras_remat.backends.tensorflow.profiler.device import on_gpu
 #: Alignment of tensors by the CPU's kernels and allocator.
 _ALIGNMENT_BYTES = 64
 #: Types that TensorFlow does not cast to bytes: booleans, and small numbers (``float8_e5m2``).
-_SMALL_TYPES = (one for one in vars(tf.dtypes.experimental).values() if isinstance(one, tf.DType))
-_NOT_CAST = frozenset({tf.bool, *_SMALL_TYPES})
+_NOT_CAST = {tf.bool} | {
+    one for one in vars(tf.dtypes.experimental).values() if isinstance(one, tf.DType)
+}
 
 
 def snapshot(variables: Sequence[Any], updated: Collection[int] = ()) -> Callable[[], None]:
