@@ -349,8 +349,11 @@ class UnknownBatchError(ValueError):
     """
 
     def __init__(self, reason: str, advice: str, *, lacks_shapes: bool = False):
-        super().__init__(f"{reason}: {advice}")
+        super().__init__(reason, advice)  # so that it can be unpickled
         self.reason, self.lacks_shapes = reason, lacks_shapes
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 class MissingPackageError(RematError, ImportError):

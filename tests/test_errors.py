@@ -29,6 +29,9 @@ EXAMPLES = {
     "MissingPackageError": errors.MissingPackageError(
         "ortools", "The solver 'intervals'", "solvers"
     ),
+    "UnknownBatchError": errors.UnknownBatchError(
+        "strings do not follow from the model", "give a batch", lacks_shapes=True
+    ),
 }
 
 
@@ -36,7 +39,7 @@ def test_there_is_an_example_of_every_error():
     defined = {
         n
         for n, o in vars(errors).items()
-        if isinstance(o, type) and issubclass(o, errors.RematError) and not n.startswith("_")
+        if isinstance(o, type) and issubclass(o, Exception) and not n.startswith("_")
     }
     assert set(EXAMPLES) == defined - {"RematError", "BudgetError"}
 
