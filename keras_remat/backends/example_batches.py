@@ -221,7 +221,9 @@ def _inputs(
             lacks_shapes=True,
         )
     fixed = fixed_batch(model)
-    if fixed is not None and fixed[1][0] != size:
+    # a Sequential may have the size of the batch that built it, and takes others
+    may_differ = isinstance(model, keras.Sequential)
+    if fixed is not None and fixed[1][0] != size and not may_differ:
         raise ValueError(
             f"the batch is {size}, and the model's input {fixed[0]!r} has the fixed shape "
             f"{fixed[1]}: give {fixed[1][0]}"

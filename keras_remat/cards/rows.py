@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 from keras_remat.backends.base import Backend, TracedStep, Whole
 from keras_remat.backends.batches import batch_bytes, batch_size_of
-from keras_remat.backends.example_batches import fixed_batch
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.step_scaling import Scaling, scaling_in_slices
@@ -276,9 +275,6 @@ class AskedStep:
     def _with_batches(self, begun: _Begun) -> CardRow:
         """Returns the row with the largest batches, by prediction."""
         row, backend, size = begun.row, begun.backend, batch_size_of(self._batch)
-        fixed = fixed_batch(self._model)
-        if fixed is not None:
-            return _and_told(row, f"The model takes batches of {fixed[1][0]} samples only.")
         try:
             scaling = self._scaling(backend, begun.problem)
             if begun.sliced is not None:

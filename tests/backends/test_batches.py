@@ -240,6 +240,14 @@ def test_a_fixed_batch_is_the_only_one():
     assert fixed_batch(model_with("mse")) is None
 
 
+def test_a_sequential_takes_other_batches_than_the_one_that_built_it():
+    model = keras.Sequential([keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    model.build((8, 5))
+    x, y = example_batch(model, 32)
+    assert (x.shape, y.shape) == ((32, 5), (32, 3))
+
+
 def test_a_model_without_a_loss_has_no_targets():
     """What its layers add is one; a model that computes its own is asked for them."""
     inputs = keras.Input((5,))

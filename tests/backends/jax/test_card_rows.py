@@ -144,7 +144,9 @@ def test_a_model_of_one_batch_size_has_no_others(compiled):
     import keras
 
     inputs = keras.Input(batch_shape=(8, 16))
-    model = models.compiled(keras.Model(inputs, keras.layers.Dense(10)(inputs)))
+    rows = keras.ops.reshape(inputs, (8, 4, 4))
+    outputs = keras.layers.Dense(10)(keras.layers.Flatten()(rows))
+    model = models.compiled(keras.Model(inputs, outputs))
     (row,) = asked(model, 8).rows([card("T4")], lambda row: None)
     assert row.verdict == FITS
     assert row.max_batch_plain is None

@@ -145,8 +145,10 @@ class _AtSize:
         Raises:
             InvalidProblemError: the model cannot be traced at that size, or no longer exists.
         """
-        model = self._model()
         if self._newest is None or self._newest[0] != size:
+            model = self._model()
+            if model is None:
+                raise InvalidProblemError("the model of the step no longer exists")
             try:
                 spec = resized_spec(self._structure, size)
                 self._newest = size, trace(model, spec, 1, self._smallest_bytes)

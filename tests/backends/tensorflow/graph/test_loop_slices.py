@@ -1,6 +1,7 @@
 """Loops in slices: wholes that run on a part of the batch, or not at all."""
 
 import functools
+import gc
 from dataclasses import replace
 
 import keras
@@ -118,7 +119,7 @@ def test_loops_in_slices_train_what_whole_ones_do(build, monkeypatch):
 def test_what_kernels_in_a_loop_ask_for_is_known_and_no_less_for_a_part(monkeypatch):
     monkeypatch.setattr(private, "onednn_is_on", lambda: False)
     monkeypatch.setattr(device, "on_gpu", lambda: False)
-    _, _, step = traced.__wrapped__(films)  # whose patches are counted
+    model, _, step = traced.__wrapped__(films)  # whose patches are counted
     sliced = step.slicer.sliced(Slicing(together(step.slicer.rules, 4), 4))
     # 30 MiB hold 2909 images of 4 * (64 * 36 + 64 * 4 + 36 * 4) bytes
     least = 4 * 2909 * 64 * 36
@@ -132,6 +133,10 @@ def test_what_kernels_in_a_loop_ask_for_is_known_and_no_less_for_a_part(monkeypa
         ]
         assert asked
         assert all(least <= scratch < 1.01 * least for scratch in asked)
+    del model
+    gc.collect()
+    with pytest.raises(InvalidProblemError, match="model of the step no longer exists"):
+        step.slicer.at_size(3)
 
 
 def test_a_loop_that_mixes_samples_stays_whole_and_so_does_one_that_cannot_be_traced():
