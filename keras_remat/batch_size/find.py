@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend
@@ -22,7 +23,7 @@ from keras_remat.batch_size import search_work
 from keras_remat.batch_size.found import BatchSearch, SizeTrial, is_allowed
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.size_chooser import SizeChooser
-from keras_remat.batch_size.step_scaling import Scaling, step_scaling
+from keras_remat.batch_size.step_scaling import Scaling, searched_by_traces, step_scaling
 from keras_remat.batch_size.trials import SizeRunner, verified_search
 from keras_remat.checks import check_seconds, is_number
 from keras_remat.core.schedule import Schedule
@@ -169,6 +170,7 @@ class _Bounds:
 
 def _searched(
     backend: Backend,
+    model: Any,
     step: TracedModel,
     scaling: Scaling,
     bounds: _Bounds,
@@ -181,26 +183,33 @@ def _searched(
     """
     limit_s, parts = bounds.time_limit_s, bounds.parts
     search_s = _OPTIONS.search_share * limit_s
+    search = partial(
+        search_batch_size,
+        scaling,
+        batch_size_of(step.batch),
+        step.limit,
+        backend,
+        max_overhead=bounds.max_overhead,
+        time_limit_s=_OPTIONS.quick_share * search_s,
+        late_time_limit_s=(1 - _OPTIONS.quick_share) * search_s,
+        multiple=parts,
+        seed=bounds.seed,
+        known=known,
+    )
     # a search fails at its smallest size: one sample, or one for each slice
     with advising(scaling.at(parts), step.limit, parts, backend, seed=bounds.seed):
-        search = search_batch_size(
-            scaling,
-            batch_size_of(step.batch),
-            step.limit,
-            backend,
-            max_overhead=bounds.max_overhead,
-            time_limit_s=_OPTIONS.quick_share * search_s,
-            late_time_limit_s=(1 - _OPTIONS.quick_share) * search_s,
-            multiple=parts,
-            seed=bounds.seed,
-            known=known,
-        )
+        found = searched_by_traces(backend, model, step.batch, scaling, search)
     spent_s = time.perf_counter() - bounds.started_s
-    return replace(search, search_time_s=spent_s, time_limit_s=limit_s)
+    return replace(found, search_time_s=spent_s, time_limit_s=limit_s)
 
 
 def _learn_of_larger(
-    backend: Backend, step: TracedModel, scaling: Scaling, runner: SizeRunner, bounds: _Bounds
+    backend: Backend,
+    model: Any,
+    step: TracedModel,
+    scaling: Scaling,
+    runner: SizeRunner,
+    bounds: _Bounds,
 ) -> tuple[int, Schedule] | None:
     """Trains a size that a first, short search finds, and returns its size and order.
 
@@ -209,17 +218,19 @@ def _learn_of_larger(
     """
     if not runner.learns:
         return None
+    search = partial(
+        search_batch_size,
+        scaling,
+        batch_size_of(step.batch),
+        step.limit,
+        backend,
+        max_overhead=bounds.max_overhead,
+        time_limit_s=_OPTIONS.first_search_share * bounds.time_limit_s,
+        multiple=bounds.parts,
+        seed=bounds.seed,
+    )
     try:
-        found = search_batch_size(
-            scaling,
-            batch_size_of(step.batch),
-            step.limit,
-            backend,
-            max_overhead=bounds.max_overhead,
-            time_limit_s=_OPTIONS.first_search_share * bounds.time_limit_s,
-            multiple=bounds.parts,
-            seed=bounds.seed,
-        )
+        found = searched_by_traces(backend, model, step.batch, scaling, search)
         size, plan = found.max_batch_size, found.plan
         if runner.graph(size).has_ops_of(scaling.at(size).graph):
             runner(size, plan)
@@ -240,8 +251,8 @@ def _trained(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds) -
     """
     scaling = step_scaling(backend, model, step)
     runner = SizeRunner(backend, model, step.batch, scaling)
-    known = _learn_of_larger(backend, step, scaling, runner, bounds)
-    search = _searched(backend, step, scaling, bounds, known)
+    known = _learn_of_larger(backend, model, step, scaling, runner, bounds)
+    search = _searched(backend, model, step, scaling, bounds, known)
     chooser = bounds.chooser(backend, search)
     found = verified_search(search, scaling, chooser, step.limit, runner, runner.graph)
     return found.naming(slicing=scaling.slicing)
@@ -258,7 +269,7 @@ def _estimated(backend: Backend, model: Any, step: TracedModel, bounds: _Bounds)
     """
     scaling = step_scaling(backend, model, step)
     try:
-        found = _searched(backend, step, scaling, bounds)
+        found = _searched(backend, model, step, scaling, bounds)
     except BudgetError:
         further = _estimated_in_slices(backend, model, step, bounds)
         if further is None:
@@ -295,7 +306,7 @@ def _estimated_in_slices(
         if slicing is None:
             return None
         scaling, bounds = step_scaling(backend, model, step), replace(bounds, parts=slicing.parts)
-        found = _searched(backend, step, scaling, bounds)
+        found = _searched(backend, model, step, scaling, bounds)
         allowed = is_allowed(problem, plan.predicted.time_s, bounds.max_overhead)
         if found.max_batch_size < size and allowed:
             probes = (*found.probes, SizeTrial(size, plan))

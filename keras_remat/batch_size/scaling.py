@@ -194,6 +194,7 @@ class BatchScaling:
         self._graphs, self._problem = GraphScaling(problem.graph, (size,)), problem
         self._fixed_bytes, self._steps = tuple(fixed_bytes), steps
         self._size, self._other_size = size, other_size
+        self._late: tuple[int, Sequence[int]] = (size, ())  # workspace seen from this size on
         self._graphs.learn(other, (other_size,))
         if self._graphs.at((other_size,)) is None:
             raise UnsupportedModelError(
@@ -216,9 +217,39 @@ class BatchScaling:
         if problem.graph.has_ops_of(self._problem.graph):
             self._take(size, problem.profile)
 
+    @property
+    def may_need_more(self) -> bool:
+        """Returns whether ops make values of no bytes: an allocator that counts no small array may
+        count them at larger sizes, as what a loop keeps."""
+        values = self._problem.graph.values
+        return any(value.producer is not None and not value.nbytes for value in values)
+
+    def learn_trace(self, size: int, graph: Graph, expected: Sequence[int]) -> bool:
+        """Takes in the step's own trace at a larger size.
+
+        Args:
+            graph: the step's graph.
+            expected: bytes of workspace of each op, expected by its shapes.
+
+        Returns:
+            Whether its values need more than was derived. Then sizes are derived from it.
+        """
+        derived = self.at(size)
+        if not graph.has_ops_of(derived.graph) or _bytes(graph) <= _bytes(derived.graph):
+            return False
+        own = self._graph(self._size)
+        self._graphs = GraphScaling(own, (self._size,))
+        self._graphs.learn(graph, (size,))
+        self._problem = replace(derived, graph=graph)
+        known = derived.profile.op_workspace_bytes
+        self._late = size, [0 if k else e for k, e in zip(known, expected, strict=True)]
+        return True
+
     def _take(self, size: int, profile: Profile) -> None:
         if profile.source != "measured":
             return
+        if size >= self._late[0]:
+            self._late = size, ()
         if not self._measured:  # costs in proportion start from a measured profile
             self._problem = Problem(self._graph(size), profile, name=self._problem.name)
         self._measured[size] = profile
@@ -249,9 +280,11 @@ class BatchScaling:
                 )
             )
             profile = replace(profile, op_workspace_bytes=workspaces)
-        if size not in self._measured and (expected := self.expected_bytes(size)):
-            workspaces = tuple(map(max, profile.op_workspace_bytes, expected))
-            profile = replace(profile, op_workspace_bytes=workspaces)
+        late_size, late = self._late
+        for expected in (self.expected_bytes(size), [-(-n * size // late_size) for n in late]):
+            if expected and size not in self._measured:
+                workspaces = tuple(map(max, profile.op_workspace_bytes, expected))
+                profile = replace(profile, op_workspace_bytes=workspaces)
         return replace(problem, profile=profile)
 
     def expected_bytes(self, size: int) -> Sequence[int]:
@@ -276,6 +309,10 @@ class BatchScaling:
         known = self._problem.profile.op_workspace_bytes
         told = self._fixed_bytes or (0,) * len(known)
         return tuple(min(pair) for pair in zip(told, known, strict=True))
+
+
+def _bytes(graph: Graph) -> int:
+    return sum(value.nbytes for value in graph.values)
 
 
 def _element_bytes(value: Value) -> int | None:

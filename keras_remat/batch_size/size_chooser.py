@@ -161,6 +161,7 @@ class SizeChooser:
 
         The error of a prediction differs from run to run, with the chunks that the run before left
         free. So half of the error is taken to come again, and all of it after the second failure.
+        Where that leaves nothing, the error is taken to grow with the size.
         A size that ran out of memory has no measured peak. After it, smaller sizes alone would not
         help, because a faster order fills the same bytes: so the bytes shrink as the sizes do.
         """
@@ -172,6 +173,8 @@ class SizeChooser:
             if plan.problem is not None and plan.problem.graph.has_ops_of(problem.graph):
                 predicted = self.backend.memory.peak_bytes(problem, plan.solution.schedule)
             error = peak - predicted if self.failures > 1 else (peak - predicted) // 2
+            if error >= limit.usable_bytes:
+                error = int(limit.usable_bytes * (1 - predicted / peak))
         if self.ran_out:
             error = max(error, int(shorter_by(self.ran_out) * limit.usable_bytes))
         return limit.reserving(error)

@@ -53,6 +53,9 @@ class SlicedSizeOptions:
 
 OPTIONS = SlicedSizeOptions()
 
+#: Number of sizes found at which a step is traced, before one is taken as it is.
+_MOST_TRACES = 2
+
 
 @dataclass(frozen=True)
 class SlicedScaling:
@@ -118,6 +121,34 @@ class SlicedScaling:
 
 #: One train step's problem at any batch size, of whole ops or in slices.
 Scaling = BatchScaling | SlicedScaling
+
+
+def searched_by_traces(
+    backend: Backend, model: Any, batch: Any, scaling: Scaling, search: Callable[[], BatchSearch]
+) -> BatchSearch:
+    """Searches, and again where the step's own trace at the size found needs more than derived.
+
+    TensorFlow on a CPU counts no small array. What a loop keeps in small arrays counts from some
+    size on, which no trace at small sizes shows.
+
+    Args:
+        scaling: the step's costs at any size; learns the traces.
+        search: searches the largest batch by these costs.
+    """
+    found, whole = search(), scaling.whole
+    for _ in range(_MOST_TRACES if backend.memory.smallest_bytes else 0):
+        if not whole.may_need_more:
+            break
+        size = found.max_batch_size
+        try:
+            traced = traced_at(backend, model, batch, size)
+        except UnsupportedModelError:
+            break  # told where it runs
+        expected = backend.estimated_profile(traced, 0).op_workspace_bytes
+        if not whole.learn_trace(size, traced.graph, expected):
+            break
+        found = search()
+    return found
 
 
 def searched_in_slices(

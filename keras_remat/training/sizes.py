@@ -31,6 +31,7 @@ from keras_remat.batch_size.size_chooser import SizeChooser
 from keras_remat.batch_size.sizes import largest_wanted
 from keras_remat.batch_size.step_scaling import (
     Scaling,
+    searched_by_traces,
     searched_further,
     searched_in_slices,
 )
@@ -198,7 +199,7 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
     try:
         with fit.long_task("searching the largest batch that fits"):
             record = size_costs.with_reference_traced(fit, record, batch)
-            find = partial(_search, fit, record, at_most)
+            find = partial(_search, fit, record, batch, at_most)
             scaling, search = searched_in_slices(size_costs.scaling_of(fit, record, batch), find)
             if isinstance(wanted, int) and at_most is not None:
                 limit = _limit(fit, record)
@@ -229,11 +230,17 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
 
 
 def _search(
-    fit: FitState, record: FitRecord, at_most: int | None, scaling: Scaling, share: float
+    fit: FitState,
+    record: FitRecord,
+    batch: Any,
+    at_most: int | None,
+    scaling: Scaling,
+    share: float,
 ) -> BatchSearch:
     """Searches the largest batch by prediction, in a share of the time."""
     backend, search_s = running_tools(fit).backend, share * _search_s(fit, record)
-    return search_batch_size(
+    search = partial(
+        search_batch_size,
         scaling,
         record.sizes.loader,
         _limit(fit, record),
@@ -244,6 +251,7 @@ def _search(
         multiple=_multiple(fit, scaling),
         seed=fit.options.seed,
     )
+    return searched_by_traces(backend, fit.model, batch, scaling, search)
 
 
 def _multiple(fit: FitState, scaling: Scaling | None) -> int:

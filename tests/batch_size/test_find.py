@@ -13,6 +13,7 @@ from keras_remat.batch_size import find
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.planning.make_plan import make_plan
 
 
 def found_on(backend, monkeypatch, *, batch=8, limit=None, **options):
@@ -210,3 +211,19 @@ def test_fit_trains_the_size_that_the_search_finds(name):
     if name == "cnn":
         assert size == pytest.approx(found.max_batch_size, rel=RESOLUTION, abs=1)
     assert remat.plan.measured.peak_bytes <= limit
+
+
+def test_what_a_loop_keeps_counts_at_a_size_that_is_found_however_small_its_arrays_are_at_first():
+    """At 8 samples, TensorFlow's allocator on a CPU counts no array of this loop."""
+    pytest.importorskip("tensorflow")
+    import keras
+
+    inputs = keras.Input((12, 4))
+    outputs = keras.layers.Dense(1)(keras.layers.SimpleRNN(64)(inputs))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse", jit_compile=False)
+    limit = 24 * 2**20
+    asked = {"profile": "estimated", "time_limit_s": 5.0, "max_overhead": 0.0}
+    found = find_max_batch_size(model, 8, limit, **asked)
+    needed = make_plan(model, found.max_batch_size, "1GiB", profile="estimated", solver="greedy")
+    assert 0.5 * limit < needed.store_all.peak_bytes <= 1.1 * limit

@@ -60,6 +60,38 @@ def test_a_slice_that_a_small_batch_leaves_empty_has_no_bytes(size):
     assert BatchScaling(problem, 16, tail(32), 32).at(size).graph == tail(size)
 
 
+def looped(batch):
+    """A loop keeps a list of arrays, which count from 100 samples on."""
+    kept = 1000 * batch if batch >= 100 else 0
+    values = (
+        Value(0, "x", batch * 8, (batch, 2), "float32"),
+        Value(1, "list", kept, (), "variant", 0),
+        Value(2, "y", batch * 8, (batch, 2), "float32", 1),
+    )
+    ops = (Op(0, "loop", "loop", (0,), (1,)), Op(1, "back", "loop", (0, 1), (2,)))
+    return Graph(ops, values, (2,))
+
+
+def test_what_a_loop_keeps_in_small_arrays_is_learnt_from_a_larger_trace():
+    profile = Profile((1.0, 1.0), (0, 40), 128)
+    scaling = BatchScaling(Problem(looped(4), profile), 4, looped(8), 8)
+    assert scaling.may_need_more
+    assert scaling.at(400).graph.values[1].nbytes == 0
+    assert scaling.learn_trace(400, looped(400), (2000, 8000))
+    at = scaling.at(400)
+    assert at.graph == looped(400)
+    assert at.profile.op_workspace_bytes == (2000, 4000), "one that was known stays"
+    at = scaling.at(200)
+    assert at.graph.values[1].nbytes == pytest.approx(200_000, rel=0.02)
+    assert at.profile.op_workspace_bytes[0] == 1000
+    assert not scaling.learn_trace(400, looped(400), (2000, 4000)), "it is known"
+    assert not scaling.learn_trace(50, looped(50), (0, 500)), "fewer bytes are no reason"
+    assert scaling.at(400).graph == looped(400)
+    measured = Problem(looped(400), Profile((1.0, 1.0), (500, 4000), 128, "measured"))
+    scaling.learn(400, measured)
+    assert scaling.at(200).profile.op_workspace_bytes[0] == 250, "measured bytes replace expected"
+
+
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 11, 1000])
 def test_constants_stay_affine_sizes_follow_and_inputs_are_resident(size):
     problem = Problem(affine(3), Profile((1.0, 1.0), (1000, 0), 5000, "measured", "D"))

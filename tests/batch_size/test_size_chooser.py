@@ -83,6 +83,15 @@ def test_the_first_size_leaves_room_and_the_next_ones_take_it():
     assert 95 / (1 + RESOLUTION) <= chooser.trained == max(ran) <= 95
 
 
+def test_an_error_beyond_the_limit_is_taken_to_grow_with_the_size():
+    chooser = run_out(
+        chooser_of(100),
+        lambda size, plan: (6 * (peak := plan.predicted.peak_bytes), 6 * peak <= LIMIT),
+    )
+    assert 0 < store_all_peak(chooser.trained) <= LIMIT / 6
+    assert store_all_peak(chooser.trained + 2) > LIMIT / 6
+
+
 @pytest.mark.parametrize("largest", [61, 80, 99])
 def test_every_size_is_one_that_the_devices_divide(largest):
     ran, chooser = sizes_until(largest, 104, multiple=8, at_most=160)
