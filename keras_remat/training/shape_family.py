@@ -1,8 +1,8 @@
 """Predicts a batch shape from those seen so far: a sequence length, an epoch's last batch.
 
 One model's train step is the same at every shape. So its bytes at a shape that was never traced are
-known from a few that were (:class:`~keras_remat.batch_size.scaling.GraphScaling`), an order found
-for one shape runs at others, and costs that were measured at one predict those at all. Where
+known from a few that were (:class:`~keras_remat.batch_size.graph_scaling.GraphScaling`), an order
+found for one shape runs at others, and costs that were measured at one predict those at all. Where
 Keras's own step fits by prediction, nothing is traced, and where a known order fits, nothing is
 solved.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from keras_remat.backends.base import TracedStep
 from keras_remat.batch_size.cost_fit import transfer_costs
-from keras_remat.batch_size.scaling import GraphScaling
+from keras_remat.batch_size.graph_scaling import GraphScaling
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile

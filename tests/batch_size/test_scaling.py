@@ -13,7 +13,8 @@ from fake_backend import (
 )
 
 from keras_remat.backends.base import TracedStep
-from keras_remat.batch_size.scaling import BatchScaling, GraphScaling, batch_scaling
+from keras_remat.batch_size.graph_scaling import GraphScaling
+from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
