@@ -37,7 +37,7 @@ from keras_remat.core import deadline, serialize
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, unknown_name
 from keras_remat.solvers import auto
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.search import anneal
@@ -108,6 +108,8 @@ def problems(options: argparse.Namespace) -> Iterator[tuple[str, Problem]]:
     index = json.loads((HERE / "suite" / "index.json").read_text())["problems"]
     for place in filter(None, options.places.split(",")):
         for name in filter(None, options.problems.split(",")):
+            if name not in index:
+                raise SystemExit(unknown_name("problem", name, index))
             with gzip.open(HERE / "suite" / "problems" / f"{name}.json.gz", "rt") as file:
                 problem = serialize.problem_from_dict(json.load(file))
             budget = index[name]["budgets_bytes"][int(place)]
