@@ -222,8 +222,9 @@ def test_what_a_loop_keeps_counts_at_a_size_that_is_found_however_small_its_arra
     outputs = keras.layers.Dense(1)(keras.layers.SimpleRNN(64)(inputs))
     model = keras.Model(inputs, outputs)
     model.compile("sgd", "mse", jit_compile=False)
-    limit = 24 * 2**20
-    asked = {"profile": "estimated", "time_limit_s": 5.0, "max_overhead": 0.0}
-    found = find_max_batch_size(model, 8, limit, **asked)
-    needed = make_plan(model, found.max_batch_size, "1GiB", profile="estimated", solver="greedy")
-    assert 0.5 * limit < needed.store_all.peak_bytes <= 1.1 * limit
+    small = make_plan(model, 8, "8GiB", profile="estimated", solver="greedy")
+    held, room = small.problem.profile.resident_bytes, 24 * 2**20  # other tests hold bytes, too
+    asked = {"profile": "estimated", "time_limit_s": 5.0, "max_overhead": 0.0, "margin": 0.0}
+    found = find_max_batch_size(model, 8, held + room, **asked)
+    needed = make_plan(model, found.max_batch_size, "8GiB", profile="estimated", solver="greedy")
+    assert 0.5 * room < needed.store_all.peak_bytes - held <= 1.25 * room
